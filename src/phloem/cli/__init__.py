@@ -1,0 +1,1 @@
+"""Command line: thin; parses, resolves the configuration and calls the packages below."""

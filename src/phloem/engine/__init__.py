@@ -1,0 +1,1 @@
+"""The engine thread, its asyncio face, the offline engine and the detokeniser."""

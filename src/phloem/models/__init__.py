@@ -1,0 +1,1 @@
+"""Checkpoints to ModelSpec, tensors and tokenizer; the torch decoder."""

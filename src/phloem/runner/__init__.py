@@ -1,0 +1,1 @@
+"""StepPlan to tensors to forward pass to samples; owns the KV buffers."""

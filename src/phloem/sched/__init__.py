@@ -1,0 +1,1 @@
+"""What runs in the next step: order, admission, fairness, retraction. Pure policy."""

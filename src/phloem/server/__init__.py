@@ -1,0 +1,1 @@
+"""HTTP: OpenAI and native protocols, streaming, limits, authentication, metrics."""
