@@ -48,8 +48,7 @@ install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee -a "$venv/install.log" |
     while IFS= read -r line; do
       case $line in
-        *Downloading*.metadata*) ;;
-        *Downloading* | *"Building editable"*:\ started* | "Installing collected packages"*) printf '  %.150s\n' "$line" >&2 ;;
+        *Downloading*" MB)" | *"Building editable"*:\ started* | "Installing collected packages"*) printf '  %.150s\n' "$line" >&2 ;;
       esac
     done || {
     tail -n 40 "$venv/install.log" >&2
