@@ -1,0 +1,82 @@
+"""`phloem serve` and `phloem run`: from their arguments to config objects.
+
+Owns which flags each takes. Must not know what they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phloem.cli.find_model import find_model
+from phloem.cli.flags import Parser, add_flags, build, modernise
+from phloem.config import EngineConfig, ServerConfig
+from phloem.errors import UsageError
+from phloem.types import SamplingParams
+
+CHAT_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeArgs:
+    """What `phloem serve` was asked for, resolved; `warnings` are lines to show."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RunArgs:
+    """What `phloem run` was asked for, resolved."""
+
+    engine: EngineConfig
+    params: SamplingParams
+    system: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+
+def parse_serve(argv: Sequence[str]) -> ServeArgs:
+    """Raise UsageError on a wrong flag, value or model path. `--help` prints and exits with 0."""
+    parser = Parser(prog="phloem serve", description="Serve a model over HTTP, in the forms of the OpenAI API.")
+    _add_model(parser)
+    add_flags(parser.add_argument_group("server"), ServerConfig)
+    add_flags(parser.add_argument_group("engine"), EngineConfig, skip={"model"})
+    words, warnings = modernise(argv)
+    arguments = parser.parse_strict(words)
+    engine = build(EngineConfig, arguments, model=_model(arguments))
+    server = build(ServerConfig, arguments)
+    if not 0 <= server.port < 1 << 16:
+        raise UsageError(f"--port must be from 0 to 65535, got {server.port}")
+    if server.host not in ("127.0.0.1", "localhost", "::1") and not server.api_keys:
+        warnings.append(f"listening on {server.host} with no --api-key: whoever reaches this port can use the model")
+    return ServeArgs(engine, server, warnings)
+
+
+def parse_run(argv: Sequence[str]) -> RunArgs:
+    """Raise UsageError on a wrong flag, value or model path. `--help` prints and exits with 0."""
+    parser = Parser(prog="phloem run", description="Chat with a model in the terminal.")
+    _add_model(parser)
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message that opens the chat")
+    chat = parser.add_argument_group("sampling")
+    for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float), ("min_p", float)):
+        chat.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, metavar="N")
+    chat.add_argument("--seed", type=int, default=argparse.SUPPRESS, metavar="N", help="same seed, same answer")
+    add_flags(parser.add_argument_group("engine"), EngineConfig, skip={"model"})
+    words, warnings = modernise(argv)
+    arguments = parser.parse_strict(words)
+    engine = build(EngineConfig, arguments, model=_model(arguments))
+    given = {name: value for name, value in vars(arguments).items() if name in CHAT_FIELDS}
+    return RunArgs(engine, SamplingParams(**given), arguments.system, warnings)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("MODEL", nargs="?", help="a .gguf file or a Hugging Face-format folder; absent: the demo model")
+    parser.add_argument("-m", "--model", "--model-path", dest="model", metavar="MODEL", help="the same, as a flag")
+
+
+def _model(arguments: argparse.Namespace) -> str:
+    if arguments.MODEL and arguments.model:
+        raise UsageError(f"two models given, {arguments.MODEL} and {arguments.model}; name one")
+    return str(find_model(arguments.MODEL or arguments.model or ""))
