@@ -28,6 +28,8 @@ HELP = """\
   /exit          leave (so do Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C stops an answer."""
 
+LEAVE = ("/exit", "/quit", "/bye")
+
 
 @dataclass(slots=True)
 class TurnStats:
@@ -142,19 +144,14 @@ def talk(engine: Engine, args: RunArgs) -> int:
         print("Ask something; /help lists the commands.")
     chat = Chat(engine, args.params, args.system)
     chat.reset()
-    failed = False
-    with asyncio.Runner() as runner:
-        while True:
-            try:
-                text = input(">>> " if interactive else "").strip()
-            except (EOFError, KeyboardInterrupt):
-                break
-            if text in ("/exit", "/quit", "/bye"):
-                break
+    failed = 0
+    # Ctrl-C stops an answer inside _turn; anywhere else it leaves.
+    with contextlib.suppress(EOFError, KeyboardInterrupt), asyncio.Runner() as runner:
+        while (text := input(">>> " if interactive else "").strip()) not in LEAVE:
             if text.startswith("/"):
                 _command(chat, text)
             elif text:
-                failed |= not _turn(runner, chat, text)
+                failed += not _turn(runner, chat, text)
     if interactive:
         print()
     return 1 if failed and not interactive else 0

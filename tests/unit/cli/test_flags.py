@@ -150,7 +150,7 @@ def test_run_takes_sampling_flags(model: str) -> None:
     [
         ([], 2, "no command given"),
         (["sevre"], 2, "did you mean serve?"),
-        (["serve", "--prot", "1"], 2, "did you mean --port?"),
+        (["serve", "--prot", "1"], 2, "did you mean --port"),
         (["serve", "/nowhere/x.gguf"], 2, "no model at /nowhere/x.gguf"),
         (["bench", "tre"], 2, "did you mean tree?"),
         (["version", "x"], 2, "takes no arguments"),
