@@ -123,6 +123,8 @@ class Request:
     `prompt` is int32 token ids, already validated to lie inside the vocabulary. n > 1 is n sequences
     of one request: same prompt, seeds derived from (seed, index); they share the prompt by the
     ordinary prefix match. `deadline_s` and `arrival_s` are on the engine's monotonic clock.
+    `score_from` >= 1 asks for the logprobs of prompt tokens from that position on (with
+    `params.prompt_logprobs` alternatives each); 0 asks for none. `client` is whom the work is charged to.
     """
 
     request_id: str
@@ -137,6 +139,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
     masker: tuple[TokenMasker, ...] = ()
+    score_from: int = 0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,160 @@
+"""From an EngineConfig to the parts of an engine: model, runner, cache, scheduler, and what was decided on the way.
+
+Owns the sizing of the KV pool and the choice of the runner. Must not know HTTP or the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phloem.config import EngineConfig
+from phloem.errors import StartupError, UsageError
+from phloem.kv.manager import KVCacheManager
+from phloem.models.load import LoadedModel, load_model
+from phloem.models.spec import ModelSpec
+from phloem.models.tokenizer import Tokenizer
+from phloem.sched.scheduler import Scheduler
+from phloem.types import ModelRunner
+
+Progress = Callable[[str, float], None]
+
+_BYTES_PER_ELEMENT = {"f16": 2, "f32": 4, "int8": 1}
+_MIN_KV_TOKENS = 256
+_MAX_DEFAULT_CONTEXT = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Everything that an engine thread needs, and a description of it for people."""
+
+    config: EngineConfig
+    scheduler: Scheduler
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    model_name: str
+    description: dict[str, object]
+
+
+def load_parts(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
+    """Load the model and build what serves it. Blocks for as long as reading the weights takes.
+
+    Raises StartupError (CheckpointError for the files, UsageError for flags) with a remedy in the message.
+    """
+    report = progress or (lambda _stage, _fraction: None)
+    free_bytes = available_memory()
+    model = load_model(
+        config.model,
+        max_len=config.max_model_len,
+        chat_template=_read_template(config.chat_template),
+        dummy=config.load_format == "dummy",
+        progress=lambda news: report(*news),
+    )
+    spec = model.spec
+    max_model_len = config.max_model_len or min(spec.max_position_embeddings, _MAX_DEFAULT_CONTEXT)
+    weight_bytes = model.weight_bytes
+    token_bytes = kv_bytes_per_token(spec, config.kv_cache_dtype)
+    num_pages = _num_pages(config, free_bytes, weight_bytes, token_bytes)
+    num_slots = num_pages * config.page_size
+    runner, facts = _make_runner(config, model, num_slots=num_slots, max_model_len=max_model_len, report=report)
+    manager = KVCacheManager(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        eviction_policy=config.eviction_policy,
+        evict_watermark=config.evict_watermark,
+        pin_budget=config.pin_budget,
+    )
+    scheduler = Scheduler(
+        manager,
+        max_model_len=max_model_len,
+        max_running=config.max_running_requests,
+        max_waiting=config.max_queued_requests,
+        chunk_size=config.chunked_prefill_size,
+        policy=config.schedule_policy,
+    )
+    description: dict[str, object] = {
+        "model": model.name,
+        "architecture": spec.architecture,
+        "weight_bytes": weight_bytes,
+        "kv_tokens": num_slots,
+        "kv_bytes_per_token": token_bytes,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "page_size": config.page_size,
+        "max_model_len": max_model_len,
+        **facts,
+    }
+    return EngineParts(config, scheduler, runner, model.tokenizer, model.name, description)
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of K and V of one token over all layers; int8 adds a float32 scale per token and head."""
+    scale_bytes = 4 if dtype == "int8" else 0
+    per_head = spec.head_dim * _BYTES_PER_ELEMENT[dtype] + scale_bytes
+    return 2 * spec.num_layers * spec.num_kv_heads * per_head
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the system has free, or its control group where that is less."""
+    free = _meminfo_available()
+    limit, used = (_read_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise StartupError("cannot read the free memory from /proc/meminfo; give the KV pool's size as --max-total-tokens")
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_template(path: str) -> str | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat-template {path}: cannot read it ({error.__class__.__name__}); give a Jinja file"
+        ) from None
+
+
+def _num_pages(config: EngineConfig, free_bytes: int, weight_bytes: int, token_bytes: int) -> int:
+    """Pages of the pool: as asked, or what the memory share leaves beside the weights."""
+    if config.max_total_tokens:
+        needed = config.max_total_tokens * token_bytes
+        if needed > free_bytes:
+            fits = max(0, free_bytes // token_bytes)
+            raise StartupError(
+                f"a KV pool of {config.max_total_tokens} tokens needs {needed >> 20} MiB, but only "
+                f"{free_bytes >> 20} MiB are free; set --max-total-tokens to {fits} or less"
+            )
+        return max(1, config.max_total_tokens // config.page_size)
+    budget = int(free_bytes * config.mem_fraction_static) - weight_bytes
+    if budget < _MIN_KV_TOKENS * token_bytes:
+        raise StartupError(
+            f"too little memory: the weights take {weight_bytes >> 20} MiB and --mem-fraction-static "
+            f"{config.mem_fraction_static} of the {free_bytes >> 20} MiB free leaves no room for a KV pool of "
+            f"{_MIN_KV_TOKENS} tokens; free some memory, raise --mem-fraction-static or take a smaller model"
+        )
+    return budget // (token_bytes * config.page_size)
+
+
+def _make_runner(
+    config: EngineConfig, model: LoadedModel, *, num_slots: int, max_model_len: int, report: Progress
+) -> tuple[ModelRunner, dict[str, object]]:
+    """The runner that the configuration asks for. Imports back ends only when they are used."""
+    from phloem.runner.torch_runner import TorchRunner
+
+    report("building the torch decoder", 0.8)
+    runner = TorchRunner(model.spec, model.weights, num_slots, max_len=max_model_len)
+    return runner, {"backend": "torch", "device": "cpu"}

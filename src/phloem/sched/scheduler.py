@@ -1,0 +1,494 @@
+"""The scheduler: decides the rows of each step, and turns a step's result into news for each sequence.
+
+Owns every sequence from admission to its terminal answer, the waiting queue and the slot table. Pure policy over the
+cache manager: no torch, no runner, no clock (times are arguments). One thread calls it.
+
+    WAITING --admit: match, lock--> RUNNING --end of text, limit, abort, error: unlock--> FINISHED
+       ^                               |
+       +------ retract: unlock --------+
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phloem.config import SchedulePolicy
+from phloem.errors import PhloemError, QueueFullError, RequestTimeoutError
+from phloem.kv.manager import KVCacheManager
+from phloem.sched.plan import PlanBuilder
+from phloem.sched.policy import OVERDUE_PASSES, FairShares, OutputEstimate, order
+from phloem.sched.sequence import Sequence, Status, make_sequence
+from phloem.sched.waiting import WaitingQueue
+from phloem.types import (
+    FinishReason,
+    Int32Array,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+    TokenLogprob,
+    TopLogprobs,
+)
+
+MIN_PREFILL_ROWS = 16
+"""Prefill gets this many rows of each step, however many sequences decode."""
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since start; they only rise."""
+
+    num_steps: int = 0
+    num_prefill_rows: int = 0
+    num_decode_rows: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_retractions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_deduplicated_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class Scheduler:
+    """Continuous batching around the radix tree.
+
+    `schedule` and `update` alternate; between them `add`, `abort` and `fail` are not called.
+    `mixed_prefill_rows` caps prefill in a step that also decodes, and `tokens_per_s` scales aging: the engine sets
+    both from measured step times.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_model_len: int,
+        max_running: int = 64,
+        max_waiting: int = 4096,
+        chunk_size: int = 512,
+        policy: SchedulePolicy = "cache-aware",
+    ) -> None:
+        self.manager = manager
+        self.max_model_len = max_model_len
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self.chunk_size = chunk_size
+        self.policy: SchedulePolicy = policy
+        self.mixed_prefill_rows = chunk_size
+        self.tokens_per_s = 500.0
+        self.stats = SchedulerStats()
+        self.shares = FairShares()
+        self.estimate = OutputEstimate()
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        self._slot_table = np.zeros((max_running, max_model_len), dtype=np.int32)
+        self._free_rows = list(range(max_running - 1, -1, -1))
+        self._sequences: dict[tuple[str, int], Sequence] = {}
+        self._num_arrivals = 0
+        self._num_admissions = 0
+        self._step_id = 0
+        self._plan: PlanBuilder | None = None
+        # A step that had to retract admits nobody: the pages are for those that run.
+        self._memory_is_short = False
+        self._ended: list[TokenDelta] = []
+        self._deadlines: list[tuple[float, str]] = []
+
+    # --- what callers ask for ---
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt plus output that can be served: the context, or the pool where that is smaller.
+
+        The last token of a sequence needs no slot: its K/V is never computed.
+        """
+        return min(self.max_model_len, self.manager.num_slots + 1)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or len(self.waiting) or self._ended)
+
+    def add(self, request: Request, *, now_s: float) -> None:
+        """Queue all n sequences of a request. Raises QueueFullError, then nothing of it is queued.
+
+        The caller has checked the prompt against `max_sequence_tokens`.
+        """
+        num_prompt = len(request.prompt)
+        assert 0 < num_prompt <= self.max_sequence_tokens
+        if len(self.waiting) + request.n > self.max_waiting:
+            raise QueueFullError(
+                f"{len(self.waiting)} sequences wait already and the limit is {self.max_waiting}; try again later"
+            )
+        limit = self.max_sequence_tokens - num_prompt
+        wanted = request.params.max_tokens
+        namespace_id = self.manager.namespace_id(request.namespace)
+        for index in range(request.n):
+            sequence = make_sequence(
+                request,
+                index,
+                arrival=self._num_arrivals,
+                namespace_id=namespace_id,
+                max_total=num_prompt + (limit if wanted is None else min(limit, wanted)),
+            )
+            self._num_arrivals += 1
+            self._sequences[request.request_id, index] = sequence
+            client = self.shares.enter(request.client)
+            self.waiting.add(sequence, client=client, since_s=now_s)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+
+    def abort(self, request_id: str, index: int | None = None, *, error: PhloemError | None = None) -> bool:
+        """End all sequences of a request, or one; False when none is live. The K/V stays in the tree."""
+        indices = [i for r, i in self._sequences if r == request_id] if index is None else [index]
+        live = [self._sequences[request_id, i] for i in indices if (request_id, i) in self._sequences]
+        for sequence in live:
+            reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+            self._ended.append(self._end(sequence, reason, error=error))
+        return bool(live)
+
+    def abort_all(self, error: PhloemError) -> None:
+        """End every live sequence with an error."""
+        for request_id in {request_id for request_id, _ in self._sequences}:
+            self.abort(request_id, error=error)
+
+    # --- one step ---
+
+    def schedule(self, *, now_s: float) -> StepPlan | None:
+        """Choose the rows of the next step; None when there is nothing to compute.
+
+        Running sequences come first, then admissions. The tokens of all rows are in the tree, as pending, when this
+        returns. Cost: O(rows), plus O(waiting log waiting) in array operations while sequences can be admitted.
+        """
+        self._expire(now_s)
+        self._preempt(now_s)
+        self._memory_is_short = False
+        while True:
+            self._step_id += 1
+            plan = PlanBuilder(self._step_id, self._slot_table)
+            self._schedule_decodes(plan, now_s)
+            self._schedule_prefills(plan, now_s)
+            if plan.num_rows or not self.running:
+                break
+            # Every running sequence lacks pages for its next token: the newest one gives way.
+            self._memory_is_short = len(self.running) > 1
+            self._retract(self.running[-1], now_s)
+        self._plan = plan if plan.num_rows else None
+        if self._plan is None:
+            return None
+        self.stats.num_steps += 1
+        return plan.build()
+
+    def update(self, result: StepResult) -> list[TokenDelta]:
+        """Take in the result of the plan last scheduled; return the news, in the order of the plan."""
+        plan = self._take_plan(result.step_id)
+        self.manager.complete(result.step_id)
+        deltas = self.take_ended()
+        for i, (sequence, draws) in enumerate(plan.drawing):
+            logprob = float(result.logprobs[i])
+            token_id = int(result.token_ids[i])
+            if draws:
+                deltas.append(self._take_token(sequence, token_id, logprob, result.top[i]))
+            else:
+                sequence.num_scored += 1
+                if sequence.num_scored >= sequence.request.score_from:
+                    sequence.prompt_logprobs.append(_token_logprob(token_id, logprob, result.top[i]))
+        for sequence in plan.sequences:
+            if sequence.status is Status.RUNNING and sequence.max_output == 0 and not sequence.needs_rows:
+                deltas.append(self._end(sequence, FinishReason.LENGTH))
+        return deltas
+
+    def fail(self, step_id: int, error: PhloemError) -> list[TokenDelta]:
+        """The step failed: end its sequences with `error`, drop their pending nodes; the others go on."""
+        plan = self._take_plan(step_id)
+        deltas = self.take_ended()
+        deltas += [self._end(sequence, FinishReason.ERROR, error=error) for sequence in dict.fromkeys(plan.sequences)]
+        self.manager.discard(step_id)
+        return deltas
+
+    def take_ended(self) -> list[TokenDelta]:
+        """Terminal answers of sequences that ended outside a step (aborted, timed out)."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # --- rows of running sequences ---
+
+    def _schedule_decodes(self, plan: PlanBuilder, now_s: float) -> None:
+        """One row for each sequence that only lacks its last token's K/V; retract from the newest where pages lack."""
+        batch = [s for s in self.running if s.is_decoding]
+        if not batch:
+            return
+        write_slots = np.empty(len(batch), dtype=np.int32)
+        num_done = 0
+        while num_done < len(batch):
+            num_done += self._extend(plan.step_id, batch[num_done:], write_slots[num_done : len(batch)])
+            if num_done < len(batch):
+                # The newest is last in the batch or not in it, so nothing of this step is pending for it.
+                victim = self.running[-1]
+                if batch[-1] is victim:
+                    batch.pop()
+                self._memory_is_short = True
+                self._retract(victim, now_s)
+        if not batch:
+            return
+        plan.add_decode_rows(batch, write_slots[: len(batch)])
+        self.stats.num_decode_rows += len(batch)
+        for sequence in batch:
+            sequence.num_prompt_rows += sequence.num_output == 0
+            self.shares.charge(sequence.request.client, 0, 1)
+
+    def _extend(self, step_id: int, batch: list[Sequence], write_slots: Int32Array) -> int:
+        """Give each sequence a place for its last token, in order; return how many got one."""
+        cursors = np.array([s.cursor for s in batch], dtype=np.int64)
+        positions = np.array([s.num_computed for s in batch], dtype=np.int64)
+        tokens = np.array([s.tokens[s.num_computed] for s in batch], dtype=np.int32)
+        slots = np.empty(len(batch), dtype=np.int32)
+        writes = np.empty(len(batch), dtype=np.uint8)
+        num_done = self.manager.extend(cursors, tokens, step_id, slots, writes)
+        rows = np.array([s.table_row for s in batch], dtype=np.int64)
+        self._slot_table[rows[:num_done], positions[:num_done]] = slots[:num_done]
+        write_slots[:num_done] = np.where(writes[:num_done] != 0, slots[:num_done], -1)
+        page_size = self.manager.page_size
+        for sequence in batch[:num_done]:
+            sequence.num_computed += 1
+            if page_size > 1 and sequence.num_computed % page_size == 0:
+                # A page that fills may be replaced by an equal one that was there already.
+                self._fill_slots(sequence, sequence.num_computed - page_size)
+        return num_done
+
+    def _schedule_prefills(self, plan: PlanBuilder, now_s: float) -> None:
+        """Spend the step's rows on prompts: first those that run, then admissions, then what is left over."""
+        budget = max(self.chunk_size - plan.num_rows, min(self.chunk_size, MIN_PREFILL_ROWS))
+        if plan.num_rows:
+            budget = min(budget, max(self.mixed_prefill_rows, 1))
+        prefilling = [s for s in self.running if s.needs_rows]
+        contested = len(prefilling) + len(self.waiting) > 1
+        # No prompt takes more than half of a step while others want rows: short ones behind a long one get through.
+        share = max(1, budget // 2) if contested else budget
+        for sequence in prefilling:
+            budget -= self._prefill(plan, sequence, min(budget, share))
+        admitted: list[Sequence] = []
+        if len(self.waiting) and budget > 0:
+            budget = self._admit(plan, budget, share, admitted, now_s)
+        for sequence in [*prefilling, *admitted]:
+            if budget > 0 and sequence.needs_rows:
+                budget -= self._prefill(plan, sequence, budget)
+
+    def _prefill(self, plan: PlanBuilder, sequence: Sequence, max_rows: int) -> int:
+        """Add up to `max_rows` rows of a prompt; return how many (0 where no pages are to be had)."""
+        if max_rows <= 0 or (sequence.is_scoring and sequence in plan.sequences):
+            return 0
+        manager = self.manager
+        tokens = sequence.tokens[: sequence.num_tokens]
+        if sequence.num_computed < sequence.num_tokens:
+            shared = manager.advance(sequence.cursor, tokens[sequence.num_computed :])
+            if shared:
+                self.stats.num_deduplicated_tokens += shared
+                self._fill_slots(sequence, sequence.num_computed)
+        start = sequence.next_row
+        end = min(sequence.num_tokens, start + max_rows)
+        if end < sequence.num_tokens and end - end % manager.page_size > start:
+            end -= end % manager.page_size
+        first_write = sequence.num_computed
+        if end > first_write and not manager.append(sequence.cursor, tokens[first_write:end], plan.step_id):
+            end = min(end, first_write + manager.num_available * manager.page_size)
+            if end > first_write and not manager.append(sequence.cursor, tokens[first_write:end], plan.step_id):
+                end = first_write
+        if end <= start:
+            return 0
+        if end > first_write:
+            self._fill_slots(sequence, first_write - first_write % manager.page_size)
+        plan.add_rows(sequence, start, end, first_write)
+        if sequence.num_output == 0:
+            sequence.num_prompt_rows += end - start
+        self.stats.num_prefill_rows += end - start
+        self.shares.charge(sequence.request.client, end - start, 0)
+        return end - start
+
+    def _fill_slots(self, sequence: Sequence, start: int) -> None:
+        """Copy the slots from position `start` to the cursor into the slot table."""
+        sequence.num_computed = self.manager.length(sequence.cursor)
+        self.manager.fill_slots(sequence.cursor, start, self._slot_table[sequence.table_row])
+
+    # --- admission and retraction ---
+
+    def _admit(self, plan: PlanBuilder, budget: int, share: int, admitted: list[Sequence], now_s: float) -> int:
+        """Admit waiting sequences in policy order while rows, places and memory last; return the rows left."""
+        if len(self.running) >= self.max_running or self._memory_is_short:
+            return budget
+        slots = self.waiting.slots()
+        self._refresh_matches(slots)
+        ordered = order(self.waiting, slots, self.policy, self.shares, now_s=now_s, tokens_per_s=self.tokens_per_s)
+        num_skipped = 0
+        for slot in ordered.tolist():
+            if budget <= 0 or num_skipped > OVERDUE_PASSES or len(self.running) >= self.max_running:
+                break
+            sequence = self.waiting.at(slot)
+            if not self._try_admit(sequence, int(self.waiting.matched[slot])):
+                # An overdue one is not overtaken again: memory is left to gather for it.
+                if self.waiting.passes[slot] >= OVERDUE_PASSES:
+                    break
+                num_skipped += 1
+                continue
+            admitted.append(sequence)
+            budget -= self._prefill(plan, sequence, min(budget, share))
+        return budget
+
+    def _try_admit(self, sequence: Sequence, matched: int) -> bool:
+        """Lock the cached prefix and take a place, if prompt and expected output fit beside what runs."""
+        manager = self.manager
+        needed = sequence.num_tokens + self._reserved(sequence)
+        if self.running and needed - matched > manager.num_available * manager.page_size:
+            return False
+        cursor, length = manager.open(sequence.namespace_id, sequence.tokens[: sequence.num_tokens])
+        # Locking has taken the prefix out of what can be evicted, so the question is asked again.
+        if self.running and needed - length > manager.num_available * manager.page_size:
+            manager.close(cursor)
+            return False
+        self.waiting.remove(sequence)
+        if self.policy == "cache-aware":
+            self.waiting.note_admission(sequence, self.shares.ids[sequence.request.client])
+        self.stats.num_deduplicated_tokens += max(0, length - matched)
+        sequence.status = Status.RUNNING
+        sequence.cursor = cursor
+        sequence.table_row = self._free_rows.pop()
+        sequence.admission = self._num_admissions
+        self._num_admissions += 1
+        self.running.append(sequence)
+        self.running.sort(key=lambda s: (-s.request.priority, s.admission))
+        self._fill_slots(sequence, 0)
+        return True
+
+    def _preempt(self, now_s: float) -> None:
+        """Retract running sequences of lower priority while the most urgent waiting one lacks a place or memory."""
+        if not self.running or not len(self.waiting) or self.policy in ("fcfs", "random"):
+            return
+        slots = self.waiting.slots()
+        if self.waiting.priority[slots].max() <= self.running[-1].request.priority:
+            return
+        urgent = self.waiting.at(
+            int(slots[np.lexsort((self.waiting.arrival[slots], -self.waiting.priority[slots]))[0]])
+        )
+        while self.running and self.running[-1].request.priority < urgent.request.priority:
+            available = self.manager.num_available * self.manager.page_size
+            if len(self.running) < self.max_running and urgent.num_tokens + self._reserved(urgent) <= available:
+                return
+            self._retract(self.running[-1], now_s)
+
+    def _reserved(self, candidate: Sequence) -> int:
+        """Tokens that running sequences will still need, with what the candidate is expected to generate."""
+        expected = self.estimate.expected_remaining
+        return expected(candidate.num_output, candidate.max_output) + sum(
+            s.num_tokens - s.num_computed + expected(s.num_output, s.max_output) for s in self.running
+        )
+
+    def _retract(self, sequence: Sequence, now_s: float) -> None:
+        """Take a running sequence's place away. Its K/V stays in the tree; it resumes from the head of the queue."""
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_retractions += 1
+        self.stats.num_retractions += 1
+        self.estimate.note_retraction()
+        client = self.shares.ids[sequence.request.client]
+        self.waiting.add(sequence, client=client, since_s=now_s, passes=OVERDUE_PASSES)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.manager.close(sequence.cursor)
+        self._free_rows.append(sequence.table_row)
+        self.running.remove(sequence)
+        sequence.cursor = sequence.table_row = -1
+        sequence.num_computed = 0
+
+    def _refresh_matches(self, slots: NDArray[np.int64]) -> None:
+        """Bring the cached prefixes of waiting sequences up to date; cheap where the tree did not change."""
+        sequences = [self.waiting.at(slot) for slot in slots.tolist()]
+        probes = self.manager.match_many([(s.namespace_id, s.tokens[: s.num_tokens], s.probe) for s in sequences])
+        for slot, sequence, probe in zip(slots.tolist(), sequences, probes, strict=True):
+            if probe is not sequence.probe:
+                sequence.probe = probe
+                self.waiting.note_match(slot, probe.length, probe.node)
+
+    # --- ends ---
+
+    def _take_plan(self, step_id: int) -> PlanBuilder:
+        plan, self._plan = self._plan, None
+        assert plan is not None, f"step {step_id} was not scheduled"
+        assert plan.step_id == step_id, f"step {plan.step_id} was scheduled last, not {step_id}"
+        return plan
+
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: float, top: TopLogprobs | None) -> TokenDelta:
+        """Append a drawn token and end the sequence where it must end."""
+        request = sequence.request
+        sequence.append_token(token_id)
+        self.stats.num_output_tokens += 1
+        if request.masker:
+            request.masker[sequence.index].accept(token_id)
+        reason, stop_reason = self._reason_to_end(sequence, token_id)
+        delta = self._end(sequence, reason) if reason else self._news(sequence)
+        delta.token_ids.append(token_id)
+        delta.stop_reason = stop_reason
+        if request.params.logprobs is not None:
+            delta.logprobs = [_token_logprob(token_id, logprob, top)]
+        return delta
+
+    @staticmethod
+    def _reason_to_end(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        request = sequence.request
+        if sequence.num_output > request.params.min_tokens:
+            if token_id in request.stop_token_ids:
+                return FinishReason.STOP, token_id
+            if token_id in request.eos_token_ids and not request.params.ignore_eos:
+                return FinishReason.STOP, None
+        if sequence.num_tokens >= sequence.max_total:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _news(self, sequence: Sequence) -> TokenDelta:
+        delta = TokenDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=[],
+            num_prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens,
+        )
+        if sequence.prompt_logprobs:
+            delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        return delta
+
+    def _end(self, sequence: Sequence, reason: FinishReason, *, error: PhloemError | None = None) -> TokenDelta:
+        """Release what the sequence holds and make its terminal answer. The K/V stays, newest in the eviction order."""
+        if sequence.status is Status.RUNNING:
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        request = sequence.request
+        del self._sequences[request.request_id, sequence.index]
+        self.shares.leave(request.client)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.stats.num_finished += 1
+            self.stats.num_prompt_tokens += sequence.num_prompt
+            self.stats.num_cached_prompt_tokens += sequence.cached_tokens
+            self.estimate.note_finished(sequence.num_output, sequence.max_output)
+        elif reason is FinishReason.ABORT:
+            self.stats.num_aborted += 1
+        else:
+            self.stats.num_failed += 1
+        delta = self._news(sequence)
+        delta.finish_reason = reason
+        delta.error = error
+        return delta
+
+    def _expire(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            self.abort(request_id, error=RequestTimeoutError("the request passed its deadline before it was finished"))
+
+
+def _token_logprob(token_id: int, logprob: float, top: TopLogprobs | None) -> TokenLogprob:
+    if top is None:
+        return TokenLogprob(token_id, logprob)
+    return TokenLogprob(token_id, logprob, tuple(zip(top.token_ids.tolist(), top.logprobs.tolist(), strict=True)))

@@ -1,0 +1,132 @@
+"""Sequence: one running or waiting continuation of a prompt, as the scheduler sees it.
+
+Owns the counters that chase each other (`num_computed` after `num_tokens`) and the token buffer. Must not know
+the cache or the policy: a sequence holds a cursor id, never a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from phloem.kv.manager import Probe
+from phloem.types import Int32Array, Request, TokenLogprob
+
+_MASK64 = (1 << 64) - 1
+
+
+class Status(Enum):
+    """Where a sequence is. WAITING includes retracted ones."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of the index-th sequence of a request: the request's own for 0, mixed for the others (splitmix64)."""
+    if index == 0:
+        return seed & _MASK64
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return mixed ^ (mixed >> 31)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one sequence.
+
+    `tokens[:num_tokens]` is prompt and output; `cursor` stands after the first `num_computed` of them
+    (their K/V is in the tree, pending or complete). `max_total` is the length at which it ends. The
+    rows of positions below `num_scored` have been scored, where the request asks for prompt logprobs.
+    `admission` orders running sequences by when they were admitted, `arrival` all by when they came.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    arrival: int
+    namespace_id: int
+    tokens: Int32Array
+    num_tokens: int
+    max_total: int
+    status: Status = Status.WAITING
+    cursor: int = -1
+    num_computed: int = 0
+    num_scored: int = 0
+    table_row: int = -1
+    admission: int = -1
+    waiting_slot: int = -1
+    num_prompt_rows: int = 0
+    num_retractions: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    probe: Probe | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - len(self.request.prompt)
+
+    @property
+    def max_output(self) -> int:
+        return self.max_total - len(self.request.prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that this sequence did not compute itself."""
+        return max(0, self.num_prompt - max(1, self.num_prompt_rows))
+
+    @property
+    def is_scoring(self) -> bool:
+        """True while prompt positions remain whose logprobs were asked for."""
+        return self.request.score_from > 0 and self.num_scored < self.num_prompt - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when only the last token lacks K/V and its row's logits are wanted."""
+        return self.num_tokens - self.num_computed == 1 and self.max_output > 0 and not self.is_scoring
+
+    @property
+    def needs_rows(self) -> bool:
+        """True while rows remain before the next token can be drawn."""
+        return self.num_computed < self.num_tokens or self.is_scoring
+
+    @property
+    def next_row(self) -> int:
+        """First position whose row must still be computed: at least the last token's, for its logits."""
+        if self.is_scoring:
+            return self.num_scored
+        return min(self.num_computed, self.num_tokens - 1)
+
+    def append_token(self, token_id: int) -> None:
+        """Add one drawn token; amortised O(1)."""
+        if self.num_tokens == len(self.tokens):
+            grown = np.empty(min(self.max_total, 2 * self.num_tokens + 16), dtype=np.int32)
+            grown[: self.num_tokens] = self.tokens[: self.num_tokens]
+            self.tokens = grown
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+
+def make_sequence(request: Request, index: int, *, arrival: int, namespace_id: int, max_total: int) -> Sequence:
+    """Build the index-th sequence of a request."""
+    num_prompt = len(request.prompt)
+    tokens = np.empty(min(max_total, num_prompt + 64), dtype=np.int32) if max_total > num_prompt else request.prompt
+    tokens[:num_prompt] = request.prompt
+    return Sequence(
+        request=request,
+        index=index,
+        seed=derive_seed(request.params.seed or 0, index),
+        arrival=arrival,
+        namespace_id=namespace_id,
+        tokens=tokens,
+        num_tokens=num_prompt,
+        max_total=max_total,
+        num_scored=max(0, request.score_from - 1),
+    )
