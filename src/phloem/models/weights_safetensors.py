@@ -126,8 +126,8 @@ def _entry(path: Path, name: str, entry: Any, size: int) -> tuple[tuple[int, ...
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where} is not described by an object")
     dtype = entry.get("dtype")
-    shape: list[int] = entry.get("shape")
-    offsets: list[int] = entry.get("data_offsets")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if dtype not in _FORMATS:
         raise CheckpointError(f"{where} has the type {dtype!r}, which is not served; served are {', '.join(_FORMATS)}")
     if not _naturals(shape) or not shape or 0 in shape:
