@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -189,4 +190,4 @@ def _command(chat: Chat, text: str) -> None:
 
 
 def _dim(text: str) -> str:
-    return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
+    return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text
