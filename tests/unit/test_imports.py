@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 60
 #   server -> engine -> { sched -> kv } and { runner -> models -> kernels }
 BASE = {"types", "errors", "config", ""}
 MAY_IMPORT = {
-    "": set(),
+    "": {"types", "config", "engine"},
     "errors": set(),
     "types": {"errors"},
     "config": {"errors"},
@@ -41,10 +41,11 @@ MAY_IMPORT = {
     "runner": BASE | {"models", "kernels"},
     "engine": BASE | {"kv", "sched", "models", "runner"},
     "server": BASE | {"engine", "models"},
+    "programs": BASE | {"engine"},
     "cli": BASE | {"engine", "server", "bench", "models", "kernels"},
     "bench": BASE | {"kv", "sched", "kernels", "models", "runner", "engine", "server"},
 }
-NO_TORCH = {"", "errors", "types", "config", "kv", "sched", "engine", "server", "cli"}
+NO_TORCH = {"", "errors", "types", "config", "kv", "sched", "engine", "server", "programs", "cli"}
 TORCH = {"torch", "transformers"}
 
 
