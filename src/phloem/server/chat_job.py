@@ -1,0 +1,93 @@
+"""From a chat body to a job: prompt, sampling, grammar and parser decided, nothing queued yet.
+
+Owns what the fields of a chat mean together. Shared by every route that holds conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import uuid4
+
+from phloem.errors import InvalidRequestError, UnsupportedError
+from phloem.server.context import Caller, ServerContext
+from phloem.server.engine_api import Tokenizer
+from phloem.server.events import AnswerParser, PlainParser
+from phloem.server.generation import Generation
+from phloem.server.messages import (
+    Conversation,
+    check_template_kwargs,
+    encode_conversation,
+    normalise,
+    tools_as_json,
+)
+from phloem.server.protocol import ChatBody
+from phloem.server.requests import make_request
+from phloem.server.sampling import CONSTRAINED, chat_max_tokens, num_choices, sampling_params
+from phloem.server.structured import answer_grammar
+
+
+@dataclass(slots=True)
+class ChatJob:
+    """One conversation to answer."""
+
+    body: ChatBody
+    id: str
+    model: str
+    tokenizer: Tokenizer
+    generation: Generation
+    make_parser: Callable[[], AnswerParser]
+
+
+async def prepare_chat(
+    context: ServerContext, caller: Caller, body: ChatBody, *, id_prefix: str = "chatcmpl-"
+) -> ChatJob:
+    """Check everything, compile the grammar, render and tokenise. Raises InvalidRequestError and its kinds."""
+    model = context.check_model(body.model)
+    n = num_choices(body)
+    check_chat_fields(body)
+    conversation = conversation_of(body)
+    masker = await context.maskers(answer_grammar(body), n)
+    params = sampling_params(
+        body,
+        max_tokens=chat_max_tokens(body),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **(CONSTRAINED if masker else {}),
+    )
+    prompt = await encode_conversation(context, conversation)
+    job_id = id_prefix + uuid4().hex
+    request = make_request(
+        context,
+        caller,
+        job_id,
+        prompt.token_ids,
+        params,
+        n=n,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+        masker=masker,
+    )
+    engine = context.engine
+    return ChatJob(body, job_id, model, engine.tokenizer, Generation(engine, [request]), PlainParser)
+
+
+def check_chat_fields(body: ChatBody) -> None:
+    """Fields that contradict each other or ask for what is not served."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.modalities and set(body.modalities) != {"text"}:
+        raise UnsupportedError("modalities: this server answers in text only", param="modalities")
+
+
+def conversation_of(body: ChatBody) -> Conversation:
+    """The conversation of a body, checked."""
+    kwargs = check_template_kwargs(body.chat_template_kwargs, body.chat_template)
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return Conversation(
+        messages=normalise(body.messages),
+        tools=None if body.tool_choice == "none" else tools_as_json(body.tools),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=kwargs,
+    )
