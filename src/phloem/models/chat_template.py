@@ -95,15 +95,15 @@ class ChatTemplate:
         if clash:
             raise InvalidRequestError(f"chat template variable {clash[0]!r} is reserved", param="chat_template_kwargs")
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
-        variables = {
-            **self._special_tokens,
-            **kwargs,
-            "messages": [_plain_message(message, i) for i, message in enumerate(messages)],
-            "tools": _copy(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-            _BUDGET: _Budget(),
-        }
         try:
+            variables = {
+                **self._special_tokens,
+                **kwargs,
+                "messages": [_plain_message(message, i) for i, message in enumerate(messages)],
+                "tools": _copy(tools) if tools else None,
+                "add_generation_prompt": add_generation_prompt,
+                _BUDGET: _Budget(),
+            }
             return "".join(self._template(name).generate(variables))
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
@@ -372,7 +372,7 @@ def _parse_arguments(text: str, param: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{param} must be a JSON object as text: {error}", param=param) from error
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{param} must be a JSON object as text, got {type(value).__name__}", param=param)
