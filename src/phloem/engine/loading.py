@@ -37,9 +37,14 @@ class EngineParts:
     description: dict[str, object]
 
 
-def load_parts(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
+def load_parts(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    make_manager: Callable[..., KVCacheManager] = KVCacheManager,
+) -> EngineParts:
     """Load the model and build what serves it. Blocks for as long as reading the weights takes.
 
+    `make_manager` takes the arguments of KVCacheManager; benchmarks compare other caches through it.
     Raises StartupError (CheckpointError for the files, UsageError for flags) with a remedy in the message.
     """
     report = progress or (lambda _stage, _fraction: None)
@@ -58,7 +63,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     num_pages = _num_pages(config, free_bytes, weight_bytes, token_bytes)
     num_slots = num_pages * config.page_size
     runner, facts = _make_runner(config, model, num_slots=num_slots, max_model_len=max_model_len, report=report)
-    manager = KVCacheManager(
+    manager = make_manager(
         num_pages=num_pages,
         page_size=config.page_size,
         eviction_policy=config.eviction_policy,
