@@ -35,7 +35,9 @@ class ProgressLine:
         self._stage = ""
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """Show that `stage` is done to `fraction`, 0 to 1."""
+        """Show that `stage` is done to `fraction`, 0 to 1. A stage that is first heard of when it is over is not shown."""
+        if stage != self._stage and fraction >= 1.0:
+            return
         if self._live:
             bar = "#" * round(30 * fraction)
             self._stream.write(f"\r\x1b[Kphloem: {stage} [{bar:<30}] {fraction:4.0%}")
@@ -58,7 +60,7 @@ def engine_facts(facts: Mapping[str, object]) -> list[str]:
     details = [f"{name} {facts[name]}" for name in ("isa", "threads", "backend") if name in facts]
     kv_tokens, length = _number(facts, "kv_tokens"), _number(facts, "max_model_len")
     return [
-        f"phloem {__version__} on {device}" + (f" ({', '.join(details)})" if details else ""),
+        f"version {__version__} on {device}" + (f" ({', '.join(details)})" if details else ""),
         f"model {facts.get('model', '')}: weights {size(_number(facts, 'weight_bytes'))}",
         f"KV cache: {kv_tokens} tokens, {facts.get('kv_cache_dtype', '')}, "
         f"{size(kv_tokens * _number(facts, 'kv_bytes_per_token'))}, {capacity(kv_tokens, length)}",

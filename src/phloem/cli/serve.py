@@ -32,7 +32,7 @@ def serve(argv: Sequence[str]) -> int:
     def on_ready(engine: Engine, url: str) -> None:
         report_ready(engine, args.server, url)
 
-    return run_server(args.server, load, on_ready)
+    return run_server(args.server, load, on_ready, share_cache_across_keys=args.engine.share_cache_across_keys)
 
 
 def report_ready(engine: Engine, server: ServerConfig, url: str) -> None:

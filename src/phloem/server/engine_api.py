@@ -5,7 +5,7 @@ Owns the contract only; `engine.async_engine.AsyncEngine` fulfils it, and so doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from phloem.types import Namespace, Request, TextDelta
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 class Stream(Protocol):
     """News of one request; ends after each sequence had its finish_reason. `aclose` early aborts the request."""
 
-    def __aiter__(self) -> Stream: ...
+    def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
     async def __anext__(self) -> TextDelta: ...
 

@@ -26,7 +26,7 @@ FACTS = {
 
 def test_the_facts_name_version_device_weights_and_capacity() -> None:
     first, second, third = engine_facts(FACTS)
-    assert first == f"phloem {__version__} on cpu (isa avx2, threads 2)"
+    assert first == f"version {__version__} on cpu (isa avx2, threads 2)"
     assert second == "model demo: weights 100.0 MiB"
     assert third == "KV cache: 20000 tokens, f16, 19.53 GiB, fits 2 requests of 8192 tokens"
 
@@ -69,6 +69,7 @@ def test_progress_is_redrawn_on_a_terminal_and_one_line_a_stage_elsewhere() -> N
         for fraction in (0.0, 0.5, 1.0):
             line("reading weights", fraction)
         line("building the tree", 0.0)
+        line("done", 1.0)
         line.close()
         if stream.isatty():
             assert "\n" not in stream.getvalue()
