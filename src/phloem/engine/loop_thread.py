@@ -23,6 +23,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._loop.is_closed()
+
     def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Result of a coroutine. An interrupt (Ctrl-C) in the caller cancels it."""
         assert threading.current_thread() is not self._thread, "a coroutine on the loop must not wait for the loop"
