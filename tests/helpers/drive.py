@@ -79,7 +79,7 @@ class Drive:
             steps += 1
             assert steps < max_steps, "the scheduler does not come to an end"
         if not self.scheduler.has_work:
-            assert self.manager.num_protected == 0
+            assert self.manager.stats().num_pages_protected == 0
 
     def answer(self, request_id: str, index: int = 0) -> Answer:
         return self.answers[request_id, index]

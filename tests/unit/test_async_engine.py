@@ -92,7 +92,7 @@ async def test_closing_a_stream_frees_its_place() -> None:
         await anext(stream)
     deltas = await asyncio.wait_for(collect(engine, request("next", "other", max_tokens=3)), 2.0)
     assert deltas[-1].finish_reason is FinishReason.LENGTH
-    assert engine.stats()["kv_protected"] == 0
+    assert engine.stats()["kv_num_pages_protected"] == 0
     engine.close()
 
 

@@ -94,7 +94,7 @@ class PlanBuilder:
 
     def _add_scored_rows(self, sequence: Sequence, start: int, end: int) -> None:
         first_row = self.num_rows - (end - start)
-        for position in range(start, min(end, sequence.num_prompt - 1)):
+        for position in range(max(start, sequence.num_scored), min(end, sequence.num_prompt - 1)):
             self._add_logit_row(
                 sequence, first_row + position - start, position + 1, target=int(sequence.tokens[position + 1])
             )

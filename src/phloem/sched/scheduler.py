@@ -37,6 +37,9 @@ from phloem.types import (
 MIN_PREFILL_ROWS = 16
 """Prefill gets this many rows of each step, however many sequences decode."""
 
+LOOK_AHEAD = 64
+"""So many waiting sequences have their cached prefix spared from eviction."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -91,6 +94,7 @@ class Scheduler:
         self._sequences: dict[tuple[str, int], Sequence] = {}
         self._num_arrivals = 0
         self._num_admissions = 0
+        self._num_wants = 0
         self._step_id = 0
         self._plan: PlanBuilder | None = None
         # A step that had to retract admits nobody: the pages are for those that run.
@@ -138,6 +142,7 @@ class Scheduler:
             self._sequences[request.request_id, index] = sequence
             client = self.shares.enter(request.client)
             self.waiting.add(sequence, client=client, since_s=now_s)
+            self._want(sequence)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -247,16 +252,16 @@ class Scheduler:
         tokens = np.array([s.tokens[s.num_computed] for s in batch], dtype=np.int32)
         slots = np.empty(len(batch), dtype=np.int32)
         writes = np.empty(len(batch), dtype=np.uint8)
-        num_done = self.manager.extend(cursors, tokens, step_id, slots, writes)
+        moved_from = np.empty(len(batch), dtype=np.int32)
+        num_done = self.manager.extend(cursors, tokens, step_id, slots, writes, moved_from)
         rows = np.array([s.table_row for s in batch], dtype=np.int64)
         self._slot_table[rows[:num_done], positions[:num_done]] = slots[:num_done]
         write_slots[:num_done] = np.where(writes[:num_done] != 0, slots[:num_done], -1)
-        page_size = self.manager.page_size
         for sequence in batch[:num_done]:
             sequence.num_computed += 1
-            if page_size > 1 and sequence.num_computed % page_size == 0:
-                # A page that fills may be replaced by an equal one that was there already.
-                self._fill_slots(sequence, sequence.num_computed - page_size)
+        for i in np.flatnonzero(moved_from[:num_done] >= 0).tolist():
+            # The page that filled was there already: the sequence goes on with that one.
+            self._fill_slots(batch[i], int(moved_from[i]))
         return num_done
 
     def _schedule_prefills(self, plan: PlanBuilder, now_s: float) -> None:
@@ -292,21 +297,35 @@ class Scheduler:
         end = min(sequence.num_tokens, start + max_rows)
         if end < sequence.num_tokens and end - end % manager.page_size > start:
             end -= end % manager.page_size
-        first_write = sequence.num_computed
-        if end > first_write and not manager.append(sequence.cursor, tokens[first_write:end], plan.step_id):
-            end = min(end, first_write + manager.num_available * manager.page_size)
-            if end > first_write and not manager.append(sequence.cursor, tokens[first_write:end], plan.step_id):
-                end = first_write
+        end, first_write = self._append(plan.step_id, sequence, end)
         if end <= start:
             return 0
-        if end > first_write:
-            self._fill_slots(sequence, first_write - first_write % manager.page_size)
         plan.add_rows(sequence, start, end, first_write)
         if sequence.num_output == 0:
             sequence.num_prompt_rows += end - start
         self.stats.num_prefill_rows += end - start
         self.shares.charge(sequence.request.client, end - start, 0)
         return end - start
+
+    def _append(self, step_id: int, sequence: Sequence, end: int) -> tuple[int, int]:
+        """Put the tokens up to `end` into the tree, or as many as there are pages for.
+
+        Returns the end reached and the first position whose K/V must be written.
+        """
+        manager = self.manager
+        begin = sequence.num_computed
+        if end <= begin:
+            return end, begin
+        appended = manager.append(sequence.cursor, sequence.tokens[begin:end], step_id)
+        if not appended:
+            end = min(end, begin + manager.num_available * manager.page_size)
+            if end <= begin:
+                return begin, begin
+            appended = manager.append(sequence.cursor, sequence.tokens[begin:end], step_id)
+            if not appended:
+                return begin, begin
+        self._fill_slots(sequence, begin if appended.moved_from < 0 else appended.moved_from)
+        return end, begin + appended.num_shared
 
     def _fill_slots(self, sequence: Sequence, start: int) -> None:
         """Copy the slots from position `start` to the cursor into the slot table."""
@@ -322,6 +341,8 @@ class Scheduler:
         slots = self.waiting.slots()
         self._refresh_matches(slots)
         ordered = order(self.waiting, slots, self.policy, self.shares, now_s=now_s, tokens_per_s=self.tokens_per_s)
+        for slot in ordered[:LOOK_AHEAD].tolist():
+            self._want(self.waiting.at(slot))
         num_skipped = 0
         for slot in ordered.tolist():
             if budget <= 0 or num_skipped > OVERDUE_PASSES or len(self.running) >= self.max_running:
@@ -343,12 +364,14 @@ class Scheduler:
         needed = sequence.num_tokens + self._reserved(sequence)
         if self.running and needed - matched > manager.num_available * manager.page_size:
             return False
-        cursor, length = manager.open(sequence.namespace_id, sequence.tokens[: sequence.num_tokens])
+        cursor, length = manager.open(
+            sequence.namespace_id, sequence.tokens[: sequence.num_tokens], sequence.request.priority
+        )
         # Locking has taken the prefix out of what can be evicted, so the question is asked again.
         if self.running and needed - length > manager.num_available * manager.page_size:
             manager.close(cursor)
             return False
-        self.waiting.remove(sequence)
+        self._leave_queue(sequence)
         if self.policy == "cache-aware":
             self.waiting.note_admission(sequence, self.shares.ids[sequence.request.client])
         self.stats.num_deduplicated_tokens += max(0, length - matched)
@@ -394,6 +417,7 @@ class Scheduler:
         self.estimate.note_retraction()
         client = self.shares.ids[sequence.request.client]
         self.waiting.add(sequence, client=client, since_s=now_s, passes=OVERDUE_PASSES)
+        self._want(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.manager.close(sequence.cursor)
@@ -409,7 +433,26 @@ class Scheduler:
         for slot, sequence, probe in zip(slots.tolist(), sequences, probes, strict=True):
             if probe is not sequence.probe:
                 sequence.probe = probe
+                if sequence.want_id:
+                    self._unwant(sequence)
+                    self._want(sequence)
                 self.waiting.note_match(slot, probe.length, probe.node)
+
+    def _want(self, sequence: Sequence) -> None:
+        """Let eviction spare the cached prefix of a waiting sequence, for as many as LOOK_AHEAD at a time."""
+        if not sequence.want_id and self._num_wants < LOOK_AHEAD:
+            sequence.want_id = self.manager.want(sequence.namespace_id, sequence.tokens[: sequence.num_tokens])
+            self._num_wants += 1
+
+    def _unwant(self, sequence: Sequence) -> None:
+        if sequence.want_id:
+            self.manager.unwant(sequence.want_id)
+            sequence.want_id = 0
+            self._num_wants -= 1
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._unwant(sequence)
 
     # --- ends ---
 
@@ -463,7 +506,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._release(sequence)
         else:
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
         sequence.status = Status.FINISHED
         request = sequence.request
         del self._sequences[request.request_id, sequence.index]

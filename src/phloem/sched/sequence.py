@@ -64,6 +64,7 @@ class Sequence:
     num_retractions: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     probe: Probe | None = None
+    want_id: int = 0
 
     @property
     def num_prompt(self) -> int:
@@ -101,7 +102,7 @@ class Sequence:
     def next_row(self) -> int:
         """First position whose row must still be computed: at least the last token's, for its logits."""
         if self.is_scoring:
-            return self.num_scored
+            return min(self.num_computed, self.num_scored)
         return min(self.num_computed, self.num_tokens - 1)
 
     def append_token(self, token_id: int) -> None:

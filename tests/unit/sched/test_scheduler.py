@@ -165,7 +165,7 @@ def _drive_random_mix(drive: Drive, rng: random.Random) -> None:
             drive.scheduler.abort(rng.choice(list(drive.requests)))
         drive.step()
         assert drive.now_s < 5000
-    assert drive.manager.num_protected == 0
+    assert drive.manager.stats().num_pages_protected == 0
 
 
 def test_retracted_requests_resume_without_a_trace() -> None:
