@@ -35,7 +35,7 @@ class ProgressLine:
         self._stage = ""
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """Show that `stage` is done to `fraction`, 0 to 1. A stage that is first heard of when it is over is not shown."""
+        """Show that `stage` is done to `fraction`, 0 to 1; one that is first heard of at 1 is not shown."""
         if stage != self._stage and fraction >= 1.0:
             return
         if self._live:

@@ -58,10 +58,11 @@ def test_engine_flags_in_every_spelling(model: str, words: str, field: str, valu
 
 def test_server_flags(model: str) -> None:
     words = "--served-model-name a_b --api-key x_1 --api_key y --chat-template t.jinja --tool-call-parser hermes"
-    server = parse_serve([model, *words.split()]).server
+    args = parse_serve([model, *words.split()])
+    server = args.server
     assert server.served_model_name == "a_b"
     assert server.api_keys == ("x_1", "y")
-    assert (server.chat_template, server.tool_call_parser) == ("t.jinja", "hermes")
+    assert (args.engine.chat_template, server.tool_call_parser) == ("t.jinja", "hermes")
 
 
 def test_a_value_keeps_its_underscores() -> None:
