@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ class FakeTokenizer:
     vocab_size = VOCAB
     special_ids = frozenset(range(256, VOCAB))
     eos_ids = frozenset({END, IM_END})
-    template_source = "fake <tool_call> <think>"
+
+    def __init__(self, template: str = "{{ tools }} <tool_call> <think> </think>") -> None:
+        self.template = SimpleNamespace(sources={"default": template})
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         ids: list[int] = []
@@ -250,7 +253,7 @@ class FakeStream:
             mask = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
             request.masker[index].fill(mask)
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].nonzero()[0].tolist()
-            token = token if token in allowed else allowed[0]
+            token = token if token in allowed else END if END in allowed else allowed[0]
             request.masker[index].accept(token)
         return token
 

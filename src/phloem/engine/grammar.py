@@ -128,7 +128,7 @@ def check_repeats(pattern: str, param: str) -> None:
         else:
             sizes[-1] += 1
             last[-1] = 1
-        if max(sizes[-1], last[-1]) > MAX_REPEATS:
+        if last[-1] > MAX_REPEATS and text[-1] == "}":
             raise InvalidRequestError(
                 f"{param}: the counted repeats of a pattern multiply out to more than {MAX_REPEATS} parts", param=param
             )
@@ -224,7 +224,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, param: str) -> LLMatcher:
         if len(grammar.text) > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(f"{param} may have at most {MAX_GRAMMAR_BYTES} characters", param=param)
-        if grammar.kind != "json_schema":
+        if grammar.kind in ("regex", "ebnf"):
             check_repeats(grammar.text, param)
         try:
             source = _to_source(grammar)

@@ -12,7 +12,7 @@ from uuid import uuid4
 from phloem.errors import InvalidRequestError, UnsupportedError
 from phloem.server.context import Caller, ServerContext
 from phloem.server.engine_api import Tokenizer
-from phloem.server.events import AnswerParser, PlainParser
+from phloem.server.events import AnswerParser
 from phloem.server.generation import Generation
 from phloem.server.messages import (
     Conversation,
@@ -22,9 +22,11 @@ from phloem.server.messages import (
     tools_as_json,
 )
 from phloem.server.protocol import ChatBody
+from phloem.server.reasoning import opens_thoughts
 from phloem.server.requests import make_request
 from phloem.server.sampling import CONSTRAINED, chat_max_tokens, num_choices, sampling_params
-from phloem.server.structured import answer_grammar
+from phloem.server.structured import AnswerGrammar, answer_grammar
+from phloem.server.tools import ToolPlan, calls_or, forced_grammar, plan_tools, with_instructions
 
 
 @dataclass(slots=True)
@@ -46,13 +48,15 @@ async def prepare_chat(
     model = context.check_model(body.model)
     n = num_choices(body)
     check_chat_fields(body)
-    conversation = conversation_of(body)
-    masker = await context.maskers(answer_grammar(body), n)
+    plan = plan_tools(body, context.answer_form)
+    conversation = conversation_of(body, plan)
+    masker = await context.maskers(chat_grammar(body, plan, context.engine.tokenizer), n)
     params = sampling_params(
         body,
         max_tokens=chat_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **(CONSTRAINED if masker else {}),
+        **({"skip_special_tokens": False} if plan.keeps_special_tokens else {}),
     )
     prompt = await encode_conversation(context, conversation)
     job_id = id_prefix + uuid4().hex
@@ -68,7 +72,27 @@ async def prepare_chat(
         masker=masker,
     )
     engine = context.engine
-    return ChatJob(body, job_id, model, engine.tokenizer, Generation(engine, [request]), PlainParser)
+    inside = opens_thoughts(prompt.text or "") and not body.continue_final_message
+    separate = body.separate_reasoning is not False and not masker
+
+    def make_parser() -> AnswerParser:
+        return plan.make_parser(inside, separate)
+
+    return ChatJob(body, job_id, model, engine.tokenizer, Generation(engine, [request]), make_parser)
+
+
+def chat_grammar(body: ChatBody, plan: ToolPlan, tokenizer: Tokenizer) -> AnswerGrammar | None:
+    """The grammar of an answer: forced calls, or the form that the request asks for."""
+    asked = answer_grammar(body)
+    if plan.forced:
+        if asked is not None:
+            raise InvalidRequestError(
+                f"{asked.param} cannot shape an answer that must be a tool call", param=asked.param
+            )
+        return forced_grammar(plan, tokenizer)
+    if asked is not None and plan.active:
+        return calls_or(asked, plan, tokenizer)
+    return asked
 
 
 def check_chat_fields(body: ChatBody) -> None:
@@ -79,14 +103,18 @@ def check_chat_fields(body: ChatBody) -> None:
         raise UnsupportedError("modalities: this server answers in text only", param="modalities")
 
 
-def conversation_of(body: ChatBody) -> Conversation:
+def conversation_of(body: ChatBody, plan: ToolPlan) -> Conversation:
     """The conversation of a body, checked."""
     kwargs = check_template_kwargs(body.chat_template_kwargs, body.chat_template)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    messages = normalise(body.messages)
+    tools = tools_as_json(body.tools) if plan.active else None
+    if tools and not plan.form.shows_tools:
+        messages, tools = with_instructions(messages, tools), None
     return Conversation(
-        messages=normalise(body.messages),
-        tools=None if body.tool_choice == "none" else tools_as_json(body.tools),
+        messages=messages,
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=kwargs,

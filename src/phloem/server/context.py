@@ -21,6 +21,7 @@ from phloem.engine.grammar import GrammarCompiler
 from phloem.errors import EngineUnavailableError, ModelNotFoundError, QueueFullError
 from phloem.server.engine_api import Engine, EngineState
 from phloem.server.structured import AnswerGrammar
+from phloem.server.tools import AnswerForm, answer_form
 from phloem.types import Namespace, TokenMasker
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class ServerContext:
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     _tokenizing: int = 0
     _draining: bool = False
+    _form: AnswerForm | None = None
     _compiling: int = 0
     _compiler_or_none: GrammarCompiler | None = None
     _pool: ThreadPoolExecutor = field(
@@ -117,6 +119,14 @@ class ServerContext:
             return await asyncio.get_running_loop().run_in_executor(self._pool, function)
         finally:
             self._tokenizing -= 1
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        """How the model writes tool calls and thoughts; worked out once."""
+        if self._form is None:
+            config = self.config
+            self._form = answer_form(self.engine.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        return self._form
 
     async def maskers(self, wanted: AnswerGrammar | None, count: int) -> tuple[TokenMasker, ...]:
         """Grammar states for `count` sequences, compiled on a thread of their own. Raises InvalidRequestError."""

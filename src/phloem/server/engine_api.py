@@ -13,8 +13,18 @@ from phloem.types import Namespace, Request, TextDelta
 EngineState = Literal["loading", "ready", "draining", "stopped", "failed"]
 
 
+class Template(Protocol):
+    """The model's chat template or templates, as text by name; `default` renders ordinary chats."""
+
+    @property
+    def sources(self) -> Mapping[str, str]: ...
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back, and the model's chat template."""
+
+    @property
+    def template(self) -> Template: ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -6,6 +6,7 @@ Owns the events and how they add up to a message. Must not know any model's way 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 
@@ -41,6 +42,23 @@ class CallArguments:
 
 
 Event = Content | Reasoning | CallStart | CallArguments
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """The same events with neighbours of one kind made one."""
+    result: list[Event] = []
+    for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
+        first, *others = group
+        if isinstance(first, Content):
+            result.append(
+                Content("".join([first.text, *(event.text for event in others if isinstance(event, Content))]))
+            )
+        elif isinstance(first, CallArguments):
+            texts = (event.text for event in others if isinstance(event, CallArguments))
+            result.append(CallArguments(first.index, "".join([first.text, *texts])))
+        else:
+            result += [first, *others]
+    return result
 
 
 class AnswerParser(Protocol):
