@@ -129,15 +129,15 @@ def write_csv(path: Path, value: Mapping[str, Any]) -> None:
         writer.writerows(value["requests"])
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """A result file as it was written. Raises UsageError naming the file when it is not one."""
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The runs of a result file, one or several. Raises UsageError naming the file when it is not one."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path} as a benchmark result: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UsageError(f"{path} is no benchmark result of format {FORMAT}")
-    return value
+    return value.get("runs", [value])  # type: ignore[no-any-return]
 
 
 def machine() -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_the_command_writes_json_and_csv(tmp_path: Path, capsys: pytest.CaptureF
         server.kill()
         server.communicate()
     assert code == 0
-    value = metrics.read_result(tmp_path / "r.json")
+    (value,) = metrics.read_results(tmp_path / "r.json")
     assert value["summary"]["num_requests"] == 4
     assert value["memory"][0][1] > 1 << 20
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 5
