@@ -5,6 +5,7 @@ transformers makes the safetensors folders and is the oracle; GGUF files are wri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,10 @@ def write_gguf(
     form: str = "F32",
     metadata: dict[str, Any] | None = None,
     skip: Sequence[str] = (),
+    extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write `model` as GGUF with matrices in `form`; `metadata` adds or (None) drops keys, `skip` drops tensors."""
+    """Write `model` as GGUF with matrices in `form`; `metadata` adds or (None) drops keys, `skip` drops tensors and
+    `extra` adds some."""
     config = model.config
     name = {"mistral": "llama"}.get(config.model_type, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -124,6 +127,8 @@ def write_gguf(
             data = interleave(data, head_dim)
         kind = gguf.GGMLQuantizationType[form if data.ndim == 2 else "F32"]
         writer.add_tensor(ours, gguf.quants.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
+    for ours, data in (extra or {}).items():
+        writer.add_tensor(ours, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,10 +138,7 @@ def write_gguf(
 
 def gguf_vocabulary(backend: Tokenizer, pre: str) -> dict[str, Any]:
     """tokenizer.ggml.* metadata of a byte-level backend whose first three tokens are special."""
-    state = backend.model.__getstate__()
-    import json
-
-    described = json.loads(state)
+    described = json.loads(backend.model.__getstate__())
     tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["merges"]]
     return {

@@ -192,7 +192,7 @@ class EngineCore:
             **asdict(scheduler.stats),
             **{f"kv_{name}": value for name, value in asdict(scheduler.manager.stats()).items()},
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting),
+            "num_waiting": len(scheduler.backlog),
         }
 
     def _send(self, deltas: list[TokenDelta]) -> None:

@@ -73,9 +73,10 @@ class PlanBuilder:
 
     def _add_logit_row(self, sequence: Sequence, row: int, position: int, target: int = -1) -> None:
         request = sequence.request
+        params = request.params
         draws = target < 0
         banned: tuple[int, ...] = ()
-        if draws and sequence.num_output < request.params.min_tokens:
+        if params.min_tokens and draws and sequence.num_output < params.min_tokens:
             banned = tuple(sorted(request.eos_token_ids | request.stop_token_ids))
         self.drawing.append((sequence, draws))
         self._logit_rows.append(
@@ -83,7 +84,7 @@ class PlanBuilder:
                 row=row,
                 position=position,
                 seed=sequence.seed,
-                params=request.params,
+                params=params,
                 history=sequence.tokens[:position],
                 num_prompt=sequence.num_prompt,
                 target=target,

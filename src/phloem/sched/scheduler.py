@@ -1,6 +1,6 @@
 """The scheduler: decides the rows of each step, and turns a step's result into news for each sequence.
 
-Owns every sequence from admission to its terminal answer, the waiting queue and the slot table. Pure policy over the
+Owns every sequence from arrival to its terminal answer, and the slot table. Pure policy over the
 cache manager: no torch, no runner, no clock (times are arguments). One thread calls it.
 
     WAITING --admit: match, lock--> RUNNING --end of text, limit, abort, error: unlock--> FINISHED
@@ -14,15 +14,14 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phloem.config import SchedulePolicy
 from phloem.errors import PhloemError, QueueFullError, RequestTimeoutError
 from phloem.kv.manager import KVCacheManager
+from phloem.sched.backlog import Backlog
 from phloem.sched.plan import PlanBuilder
-from phloem.sched.policy import OVERDUE_PASSES, FairShares, OutputEstimate, order
+from phloem.sched.policy import OVERDUE_PASSES, OutputEstimate
 from phloem.sched.sequence import Sequence, Status, make_sequence
-from phloem.sched.waiting import WaitingQueue
 from phloem.types import (
     FinishReason,
     Int32Array,
@@ -36,9 +35,6 @@ from phloem.types import (
 
 MIN_PREFILL_ROWS = 16
 """Prefill gets this many rows of each step, however many sequences decode."""
-
-LOOK_AHEAD = 64
-"""So many waiting sequences have their cached prefix spared from eviction."""
 
 
 @dataclass(slots=True)
@@ -81,20 +77,17 @@ class Scheduler:
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.chunk_size = chunk_size
-        self.policy: SchedulePolicy = policy
         self.mixed_prefill_rows = chunk_size
         self.tokens_per_s = 500.0
         self.stats = SchedulerStats()
-        self.shares = FairShares()
         self.estimate = OutputEstimate()
-        self.waiting = WaitingQueue()
+        self.backlog = Backlog(manager, policy)
         self.running: list[Sequence] = []
         self._slot_table = np.zeros((max_running, max_model_len), dtype=np.int32)
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._sequences: dict[tuple[str, int], Sequence] = {}
         self._num_arrivals = 0
         self._num_admissions = 0
-        self._num_wants = 0
         self._step_id = 0
         self._plan: PlanBuilder | None = None
         # A step that had to retract admits nobody: the pages are for those that run.
@@ -114,7 +107,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or len(self.waiting) or self._ended)
+        return bool(self.running or len(self.backlog) or self._ended)
 
     def add(self, request: Request, *, now_s: float) -> None:
         """Queue all n sequences of a request. Raises QueueFullError, then nothing of it is queued.
@@ -123,9 +116,9 @@ class Scheduler:
         """
         num_prompt = len(request.prompt)
         assert 0 < num_prompt <= self.max_sequence_tokens
-        if len(self.waiting) + request.n > self.max_waiting:
+        if len(self.backlog) + request.n > self.max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} sequences wait already and the limit is {self.max_waiting}; try again later"
+                f"{len(self.backlog)} sequences wait already and the limit is {self.max_waiting}; try again later"
             )
         limit = self.max_sequence_tokens - num_prompt
         wanted = request.params.max_tokens
@@ -140,9 +133,8 @@ class Scheduler:
             )
             self._num_arrivals += 1
             self._sequences[request.request_id, index] = sequence
-            client = self.shares.enter(request.client)
-            self.waiting.add(sequence, client=client, since_s=now_s)
-            self._want(sequence)
+            self.backlog.shares.enter(request.client)
+            self.backlog.add(sequence, now_s=now_s)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -243,7 +235,7 @@ class Scheduler:
         self.stats.num_decode_rows += len(batch)
         for sequence in batch:
             sequence.num_prompt_rows += sequence.num_output == 0
-            self.shares.charge(sequence.request.client, 0, 1)
+            self.backlog.shares.charge(sequence.request.client, 0, 1)
 
     def _extend(self, step_id: int, batch: list[Sequence], write_slots: Int32Array) -> int:
         """Give each sequence a place for its last token, in order; return how many got one."""
@@ -270,13 +262,13 @@ class Scheduler:
         if plan.num_rows:
             budget = min(budget, max(self.mixed_prefill_rows, 1))
         prefilling = [s for s in self.running if s.needs_rows]
-        contested = len(prefilling) + len(self.waiting) > 1
+        contested = len(prefilling) + len(self.backlog) > 1
         # No prompt takes more than half of a step while others want rows: short ones behind a long one get through.
         share = max(1, budget // 2) if contested else budget
         for sequence in prefilling:
             budget -= self._prefill(plan, sequence, min(budget, share))
         admitted: list[Sequence] = []
-        if len(self.waiting) and budget > 0:
+        if len(self.backlog) and budget > 0:
             budget = self._admit(plan, budget, share, admitted, now_s)
         for sequence in [*prefilling, *admitted]:
             if budget > 0 and sequence.needs_rows:
@@ -304,7 +296,7 @@ class Scheduler:
         if sequence.num_output == 0:
             sequence.num_prompt_rows += end - start
         self.stats.num_prefill_rows += end - start
-        self.shares.charge(sequence.request.client, end - start, 0)
+        self.backlog.shares.charge(sequence.request.client, end - start, 0)
         return end - start
 
     def _append(self, step_id: int, sequence: Sequence, end: int) -> tuple[int, int]:
@@ -338,19 +330,14 @@ class Scheduler:
         """Admit waiting sequences in policy order while rows, places and memory last; return the rows left."""
         if len(self.running) >= self.max_running or self._memory_is_short:
             return budget
-        slots = self.waiting.slots()
-        self._refresh_matches(slots)
-        ordered = order(self.waiting, slots, self.policy, self.shares, now_s=now_s, tokens_per_s=self.tokens_per_s)
-        for slot in ordered[:LOOK_AHEAD].tolist():
-            self._want(self.waiting.at(slot))
         num_skipped = 0
-        for slot in ordered.tolist():
+        for slot in self.backlog.candidates(now_s=now_s, tokens_per_s=self.tokens_per_s):
             if budget <= 0 or num_skipped > OVERDUE_PASSES or len(self.running) >= self.max_running:
                 break
-            sequence = self.waiting.at(slot)
-            if not self._try_admit(sequence, int(self.waiting.matched[slot])):
+            sequence = self.backlog.queue.at(slot)
+            if not self._try_admit(sequence, self.backlog.matched(slot)):
                 # An overdue one is not overtaken again: memory is left to gather for it.
-                if self.waiting.passes[slot] >= OVERDUE_PASSES:
+                if self.backlog.is_overdue(slot):
                     break
                 num_skipped += 1
                 continue
@@ -371,9 +358,8 @@ class Scheduler:
         if self.running and needed - length > manager.num_available * manager.page_size:
             manager.close(cursor)
             return False
-        self._leave_queue(sequence)
-        if self.policy == "cache-aware":
-            self.waiting.note_admission(sequence, self.shares.ids[sequence.request.client])
+        self.backlog.remove(sequence)
+        self.backlog.note_admission(sequence)
         self.stats.num_deduplicated_tokens += max(0, length - matched)
         sequence.status = Status.RUNNING
         sequence.cursor = cursor
@@ -387,15 +373,10 @@ class Scheduler:
 
     def _preempt(self, now_s: float) -> None:
         """Retract running sequences of lower priority while the most urgent waiting one lacks a place or memory."""
-        if not self.running or not len(self.waiting) or self.policy in ("fcfs", "random"):
+        if not self.running:
             return
-        slots = self.waiting.slots()
-        if self.waiting.priority[slots].max() <= self.running[-1].request.priority:
-            return
-        urgent = self.waiting.at(
-            int(slots[np.lexsort((self.waiting.arrival[slots], -self.waiting.priority[slots]))[0]])
-        )
-        while self.running and self.running[-1].request.priority < urgent.request.priority:
+        urgent = self.backlog.most_urgent(above=self.running[-1].request.priority)
+        while urgent and self.running and self.running[-1].request.priority < urgent.request.priority:
             available = self.manager.num_available * self.manager.page_size
             if len(self.running) < self.max_running and urgent.num_tokens + self._reserved(urgent) <= available:
                 return
@@ -415,9 +396,7 @@ class Scheduler:
         sequence.num_retractions += 1
         self.stats.num_retractions += 1
         self.estimate.note_retraction()
-        client = self.shares.ids[sequence.request.client]
-        self.waiting.add(sequence, client=client, since_s=now_s, passes=OVERDUE_PASSES)
-        self._want(sequence)
+        self.backlog.add(sequence, now_s=now_s, resumed=True)
 
     def _release(self, sequence: Sequence) -> None:
         self.manager.close(sequence.cursor)
@@ -425,34 +404,6 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.cursor = sequence.table_row = -1
         sequence.num_computed = 0
-
-    def _refresh_matches(self, slots: NDArray[np.int64]) -> None:
-        """Bring the cached prefixes of waiting sequences up to date; cheap where the tree did not change."""
-        sequences = [self.waiting.at(slot) for slot in slots.tolist()]
-        probes = self.manager.match_many([(s.namespace_id, s.tokens[: s.num_tokens], s.probe) for s in sequences])
-        for slot, sequence, probe in zip(slots.tolist(), sequences, probes, strict=True):
-            if probe is not sequence.probe:
-                sequence.probe = probe
-                if sequence.want_id:
-                    self._unwant(sequence)
-                    self._want(sequence)
-                self.waiting.note_match(slot, probe.length, probe.node)
-
-    def _want(self, sequence: Sequence) -> None:
-        """Let eviction spare the cached prefix of a waiting sequence, for as many as LOOK_AHEAD at a time."""
-        if not sequence.want_id and self._num_wants < LOOK_AHEAD:
-            sequence.want_id = self.manager.want(sequence.namespace_id, sequence.tokens[: sequence.num_tokens])
-            self._num_wants += 1
-
-    def _unwant(self, sequence: Sequence) -> None:
-        if sequence.want_id:
-            self.manager.unwant(sequence.want_id)
-            sequence.want_id = 0
-            self._num_wants -= 1
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self._unwant(sequence)
 
     # --- ends ---
 
@@ -506,11 +457,11 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._release(sequence)
         else:
-            self._leave_queue(sequence)
+            self.backlog.remove(sequence)
         sequence.status = Status.FINISHED
         request = sequence.request
         del self._sequences[request.request_id, sequence.index]
-        self.shares.leave(request.client)
+        self.backlog.shares.leave(request.client)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.stats.num_finished += 1
             self.stats.num_prompt_tokens += sequence.num_prompt

@@ -51,6 +51,7 @@ class Sequence:
     arrival: int
     namespace_id: int
     tokens: Int32Array
+    num_prompt: int
     num_tokens: int
     max_total: int
     status: Status = Status.WAITING
@@ -67,16 +68,12 @@ class Sequence:
     want_id: int = 0
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def num_output(self) -> int:
-        return self.num_tokens - len(self.request.prompt)
+        return self.num_tokens - self.num_prompt
 
     @property
     def max_output(self) -> int:
-        return self.max_total - len(self.request.prompt)
+        return self.max_total - self.num_prompt
 
     @property
     def cached_tokens(self) -> int:
@@ -91,7 +88,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """True when only the last token lacks K/V and its row's logits are wanted."""
-        return self.num_tokens - self.num_computed == 1 and self.max_output > 0 and not self.is_scoring
+        return self.num_tokens - self.num_computed == 1 and self.max_total > self.num_prompt and not self.is_scoring
 
     @property
     def needs_rows(self) -> bool:
@@ -127,6 +124,7 @@ def make_sequence(request: Request, index: int, *, arrival: int, namespace_id: i
         arrival=arrival,
         namespace_id=namespace_id,
         tokens=tokens,
+        num_prompt=num_prompt,
         num_tokens=num_prompt,
         max_total=max_total,
         num_scored=max(0, request.score_from - 1),

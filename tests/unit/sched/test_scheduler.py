@@ -185,7 +185,7 @@ def test_oldest_is_never_retracted() -> None:
     drive.scheduler.estimate.ratio = 0.0
     for i in range(4):
         drive.add(make_request(f"r{i}", range(i * 50, i * 50 + 50), max_tokens=200))
-    oldest = next(iter(drive.scheduler.waiting))
+    oldest = next(iter(drive.scheduler.backlog.queue))
     drive.run()
     drive.check_answers()
     assert drive.scheduler.stats.num_retractions > 0
@@ -198,7 +198,7 @@ def test_abort_in_every_state(when: str) -> None:
     drive.scheduler.estimate.ratio = 0.0
     drive.add(make_request("first", range(200), max_tokens=150))
     drive.add(make_request("victim", range(500, 600), max_tokens=200))
-    victim = next(s for s in drive.scheduler.waiting if s.request.request_id == "victim")
+    victim = next(s for s in drive.scheduler.backlog.queue if s.request.request_id == "victim")
     reached = {
         "queued": lambda: True,
         "prefilling": lambda: 0 < victim.num_computed < 100,
@@ -299,7 +299,7 @@ def test_ten_thousand_waiting_are_fine() -> None:
         drive.add(make_request(f"r{i}", [i % 100, *range(30)], max_tokens=1))
     for _ in range(20):
         drive.step()
-    assert len(drive.scheduler.waiting) < 10000
+    assert len(drive.scheduler.backlog.queue) < 10000
     drive.scheduler.abort_all(StepFailedError("enough"))
     drive.run()
     assert all(answer.finish_reason is not None for answer in drive.answers.values())
