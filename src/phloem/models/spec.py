@@ -97,14 +97,44 @@ class _Reader:
     def fail(self, key: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {self.prefix}{key} must be {expected}, got {self.get(key)!r}")
 
-    def count(self, key: str, high: int, default: int | None = None) -> int:
-        """Return an integer from 1 to `high`."""
+    def count(self, key: str, high: int, default: int | None = None, low: int = 1) -> int:
+        """Return an integer from `low` to `high`."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-            raise self.fail(key, f"an integer from 1 to {high}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(key, f"an integer from {low} to {high}")
         return value
+
+    def optional(self, key: str) -> int:
+        """Return an integer of at least 0, which is also what an absent one gives."""
+        return self.count(key, 1 << 40, 0, 0)
+
+    def word(self, key: str, default: str) -> str:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, "a string")
+        return value
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings, empty if absent."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(key, "a list of strings")
+        return tuple(value)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return a mapping, empty if absent."""
+        value = self.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "an object")
+        return dict(value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite positive number."""
@@ -133,17 +163,18 @@ def spec_from_hf(config: Mapping[str, Any], source: str = "config.json", max_len
     read = _Reader(config, source)
     architecture = _architecture(config.get("model_type"), source, "model_type")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(key):
+        if read.optional(key):
             raise CheckpointError(f"{source}: {key} = {config[key]}: mixture-of-experts models are not served")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+    quantization = read.mapping("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
         raise CheckpointError(
             f"{source}: weights quantised by {method!r} are not served; use the full-precision safetensors or a GGUF"
         )
-    classes = config.get("architectures") or []
-    if classes and not any(str(name).endswith("ForCausalLM") for name in classes):
+    classes = read.words("architectures")
+    if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise CheckpointError(f"{source}: {classes[0]} is no language model; expected an architecture ...ForCausalLM")
-    activation = _ACTIVATIONS.get(str(config.get("hidden_act", "silu")))
+    activation = _ACTIVATIONS.get(read.word("hidden_act", "silu"))
     if activation is None:
         raise read.fail("hidden_act", f"one of {', '.join(_ACTIVATIONS)}")
     num_heads = read.count("num_attention_heads", 1 << 14)
@@ -160,7 +191,7 @@ def spec_from_hf(config: Mapping[str, Any], source: str = "config.json", max_len
         num_kv_heads=read.count("num_key_value_heads", 1 << 14, 8 if architecture == "mistral" else num_heads),
         head_dim=read.count("head_dim", 1 << 12, 128 if architecture == "qwen3" else hidden_size // num_heads),
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope=_hf_rope(config, source, max_position),
+        rope=_hf_rope(read, max_position),
         max_position_embeddings=max_position,
         tie_word_embeddings=read.flag("tie_word_embeddings", False),
         qkv_bias=architecture == "qwen2" or attention_bias,
@@ -169,7 +200,7 @@ def spec_from_hf(config: Mapping[str, Any], source: str = "config.json", max_len
         qk_norm=architecture == "qwen3",
         activation=activation,
     )
-    _refuse_window(_hf_window(config, architecture), max_len or max_position, source, "sliding_window")
+    _refuse_window(_hf_window(read, architecture), max_len or max_position, source, "sliding_window")
     return _checked(spec, source)
 
 
@@ -187,7 +218,7 @@ def spec_from_gguf(
     """
     architecture = _architecture(metadata.get("general.architecture"), source, "general.architecture")
     read = _Reader(metadata, source, f"{architecture}.")
-    if read.get("expert_count"):
+    if read.optional("expert_count"):
         raise CheckpointError(
             f"{source}: {architecture}.expert_count = {read.get('expert_count')}: "
             "mixture-of-experts models are not served"
@@ -220,14 +251,18 @@ def spec_from_gguf(
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
     )
-    window = read.get("attention.sliding_window")
-    _refuse_window(window or 0, max_len or max_position, source, f"{architecture}.attention.sliding_window")
+    _refuse_window(
+        read.optional("attention.sliding_window"),
+        max_len or max_position,
+        source,
+        f"{architecture}.attention.sliding_window",
+    )
     return _checked(spec, source)
 
 
 def _architecture(name: object, source: str, key: str) -> str:
-    if name in ARCHITECTURES:
-        return str(name)
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return name
     if isinstance(name, str) and ("moe" in name.lower() or name == "mixtral"):
         raise CheckpointError(f"{source}: {key} is {name!r}: mixture-of-experts models are not served")
     raise CheckpointError(f"{source}: {key} is {name!r}, which is not served; served are {', '.join(ARCHITECTURES)}")
@@ -247,18 +282,17 @@ def _checked(spec: ModelSpec, source: str) -> ModelSpec:
     return spec
 
 
-def _hf_window(config: Mapping[str, Any], architecture: str) -> int:
+def _hf_window(read: _Reader, architecture: str) -> int:
     """Sliding window in tokens, 0 when no layer uses one."""
-    layer_types = config.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return 0
+    window = read.optional("sliding_window")
+    layer_types = read.words("layer_types")
+    if layer_types:
+        return window if "sliding_attention" in layer_types else 0
     if architecture in ("qwen2", "qwen3"):
-        layers_below = config.get("max_window_layers", 28)
-        if not config.get("use_sliding_window") or (
-            layer_types is None and layers_below >= config["num_hidden_layers"]
-        ):
-            return 0
-    return int(config.get("sliding_window") or 0)
+        layers_below = read.count("max_window_layers", 1 << 12, 28, 0)
+        used = read.flag("use_sliding_window", False) and layers_below < read.count("num_hidden_layers", 1 << 12)
+        return window if used else 0
+    return window
 
 
 def _refuse_window(window: int, context: int, source: str, key: str) -> None:
@@ -269,38 +303,38 @@ def _refuse_window(window: int, context: int, source: str, key: str) -> None:
         )
 
 
-def _hf_rope(config: Mapping[str, Any], source: str, max_position: int) -> RopeSpec:
+def _hf_rope(config: _Reader, max_position: int) -> RopeSpec:
     """Rope from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    source = config.source
+    parameters = config.mapping("rope_parameters") or config.mapping("rope_scaling")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise CheckpointError(f"{source}: rope parameters that differ by layer type are not served")
-    parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is None:
+            parameters[key] = config.get(key)
     read = _Reader(parameters, f"{source}: rope_parameters")
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"{source}: partial_rotary_factor = {partial} is not served; expected 1")
+    if read.number("partial_rotary_factor", 1.0) != 1.0:
+        raise read.fail("partial_rotary_factor", "1 (others are not served)")
     if parameters.get("mrope_section"):
         raise CheckpointError(f"{source}: rope with mrope_section (a vision model) is not served")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = read.word("rope_type", read.word("type", "default"))
     kinds = ("default", "linear", "llama3", "yarn", "dynamic")
     if kind not in kinds:
         raise CheckpointError(f"{source}: rope_type {kind!r} is not served; served are {', '.join(kinds)}")
-    original = config.get("original_max_position_embeddings")
-    if original is None:
-        original = parameters.get("original_max_position_embeddings") or max_position
-    truncate = parameters.get("truncate", True)
+    original = read.count("original_max_position_embeddings", 1 << 30, max_position)
+    original = config.count("original_max_position_embeddings", 1 << 30, original)
     factor = read.number("factor", max_position / original if kind == "yarn" else 1.0)
     return RopeSpec(
-        theta=read.number("rope_theta"),
+        theta=read.number("rope_theta", 10000.0),
         kind=cast(RopeKind, kind),
         factor=factor,
-        original_max_position=int(original),
+        original_max_position=original,
         low_freq_factor=read.number("low_freq_factor", 1.0),
         high_freq_factor=read.number("high_freq_factor", 4.0),
         beta_fast=read.number("beta_fast", 32.0),
         beta_slow=read.number("beta_slow", 1.0),
         attention_factor=_attention_factor(read, factor) if kind == "yarn" else 0.0,
-        truncate=bool(truncate),
+        truncate=read.flag("truncate", True),
     )
 
 
@@ -308,20 +342,20 @@ def _attention_factor(read: _Reader, factor: float) -> float:
     """YaRN's factor where the config gives it, by itself or through mscale; 0 where it is to be derived."""
     if read.get("attention_factor") is not None:
         return read.number("attention_factor")
-    mscale, mscale_all = read.get("mscale"), read.get("mscale_all_dim")
-    if not (mscale and mscale_all) or factor <= 1.0:
+    if not (read.get("mscale") and read.get("mscale_all_dim")) or factor <= 1.0:
         return 0.0
-    return (0.1 * float(mscale) * math.log(factor) + 1.0) / (0.1 * float(mscale_all) * math.log(factor) + 1.0)
+    mscale, mscale_all = read.number("mscale"), read.number("mscale_all_dim")
+    return (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all * math.log(factor) + 1.0)
 
 
 def _gguf_rope(read: _Reader, max_position: int, freq_factors: tuple[float, ...]) -> RopeSpec:
-    kind = read.get("rope.scaling.type") or "none"
-    linear = read.get("rope.scale_linear")  # files older than rope.scaling.*
-    if kind == "none" and linear:
+    kind = read.word("rope.scaling.type", "none")
+    linear = read.number("rope.scale_linear", 1.0)  # files older than rope.scaling.*
+    if kind == "none" and linear != 1.0:
         kind = "linear"
     if kind not in ("none", "linear", "yarn"):
         raise read.fail("rope.scaling.type", "none, linear or yarn")
-    factor = read.number("rope.scaling.factor", float(linear or 1.0))
+    factor = read.number("rope.scaling.factor", linear)
     attention = read.number("rope.scaling.attn_factor", 1.0)
     if attention != 1.0 and kind != "yarn":
         raise read.fail("rope.scaling.attn_factor", "1 without yarn")

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from phloem.errors import CheckpointError, InvalidRequestError
 from phloem.models.chat_template import ChatTemplate
-from phloem.models.tokenizer_gguf import build_vocabulary
+from phloem.models.tokenizer_gguf import build_vocabulary, special_id
 from phloem.types import Int32Array
 
 _SPACE = "▁"
@@ -124,20 +124,22 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str, chat_template:
     """
     vocabulary = build_vocabulary(metadata, source)
     tokens = vocabulary.tokens
-    ends = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    ids = {
+        name: special_id(metadata, name, len(tokens), source)
+        for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
+    }
     prefix = "tokenizer.chat_template"
-    sources = {key[len(prefix) + 1 :] or "default": metadata[key] for key in metadata if key.startswith(prefix)}
-    sources = {name.lstrip("."): text for name, text in sources.items() if isinstance(text, str)}
-    special = {}
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
-            special[name] = tokens[token_id]
+    sources = {
+        key.removeprefix(prefix).lstrip(".") or "default": metadata[key] for key in metadata if key.startswith(prefix)
+    }
+    variables = (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))
+    special = {name: tokens[token_id] for name, key in variables if (token_id := ids[key]) is not None}
+    sources = {name: text for name, text in sources.items() if isinstance(text, str)}
     return Tokenizer(
         vocabulary.backend,
         prefix=vocabulary.prefix,
         suffix=vocabulary.suffix,
-        eos_ids=frozenset(i for i in ends if isinstance(i, int) and 0 <= i < len(tokens)),
+        eos_ids=frozenset(i for name in ("eos", "eot", "eom") if (i := ids[name]) is not None),
         template=ChatTemplate({"default": chat_template} if chat_template else sources, special),
     )
 

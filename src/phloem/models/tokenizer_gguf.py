@@ -6,9 +6,11 @@ here is an error, since a wrong one costs quality without a sign.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from phloem.errors import CheckpointError
@@ -86,11 +88,10 @@ def build_vocabulary(metadata: Mapping[str, Any], source: str) -> GgufVocabulary
     Raises CheckpointError naming the key if the vocabulary is missing, contradictory or of an unknown kind.
     """
     tokens = _list(metadata, "tokenizer.ggml.tokens", source)
-    kinds = list(metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)))
-    if len(kinds) != len(tokens):
-        raise CheckpointError(f"{source}: {len(tokens)} tokens but {len(kinds)} entries in tokenizer.ggml.token_type")
+    kinds = _numbers(metadata, "tokenizer.ggml.token_type", source, [_NORMAL] * len(tokens))
     ids = {token: i for i, token in enumerate(tokens)}
     model = metadata.get("tokenizer.ggml.model")
+    model = model if isinstance(model, str) else None
     if model == "gpt2":
         backend, add_bos = _byte_level(metadata, ids, source)
     elif model == "llama":
@@ -100,9 +101,9 @@ def build_vocabulary(metadata: Mapping[str, Any], source: str) -> GgufVocabulary
     if backend.get_vocab_size() != len(ids):
         raise CheckpointError(f"{source}: tokenizer.ggml.tokens does not hold what its model needs")
     _add_special(backend, tokens, kinds)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
-    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    bos, eos = (_token_id(metadata, name, len(tokens), source) for name in ("bos", "eos"))
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos) is True
+    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False) is True
+    bos, eos = (special_id(metadata, name, len(tokens), source) for name in ("bos", "eos"))
     return GgufVocabulary(
         backend,
         (bos,) if add_bos and bos is not None else (),
@@ -113,22 +114,37 @@ def build_vocabulary(metadata: Mapping[str, Any], source: str) -> GgufVocabulary
 
 def _list(metadata: Mapping[str, Any], key: str, source: str) -> list[str]:
     values = metadata.get(key)
-    if not isinstance(values, list) or not values:
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise CheckpointError(f"{source}: {key} is missing or no list of strings: the file has no tokenizer")
     return values
 
 
-def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int, source: str) -> int | None:
+def _numbers(metadata: Mapping[str, Any], key: str, source: str, default: list[int] | None) -> list[Any]:
+    """One number per token, `default` if the key is absent."""
+    values = metadata.get(key, default)
+    values = values.tolist() if isinstance(values, np.ndarray) else values
+    num_tokens = len(metadata["tokenizer.ggml.tokens"])
+    if not isinstance(values, list) or len(values) != num_tokens or not all(_is_number(value) for value in values):
+        raise CheckpointError(f"{source}: {key} must hold {num_tokens} numbers, one per token")
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int, source: str) -> int | None:
+    """The id that GGUF gives the special token `name` (bos, eos, eot, ...); None if it gives none."""
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key)
-    if value is not None and (not isinstance(value, int) or not 0 <= value < num_tokens):
+    if value is not None and (type(value) is not int or not 0 <= value < num_tokens):
         raise CheckpointError(f"{source}: {key} must be a token id below {num_tokens}, got {value!r}")
     return value
 
 
 def _byte_level(metadata: Mapping[str, Any], ids: dict[str, int], source: str) -> tuple[Tokenizer, bool]:
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         got = "missing (a file from before May 2024: convert the model again)" if name is None else repr(name)
         raise CheckpointError(f"{source}: tokenizer.ggml.pre is {got}; known are {known}")
@@ -154,17 +170,15 @@ def _sentence_piece(
     metadata: Mapping[str, Any], tokens: list[str], ids: dict[str, int], source: str
 ) -> tuple[Tokenizer, bool]:
     """SentencePiece BPE: pieces join in the order of their scores; unknown characters become bytes."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise CheckpointError(f"{source}: tokenizer.ggml.scores must have one score per token")
-    unknown = _token_id(metadata, "unknown", len(tokens), source) or 0
+    scores = _numbers(metadata, "tokenizer.ggml.scores", source, None)
+    unknown = special_id(metadata, "unknown", len(tokens), source) or 0
     merges = _merges_by_score(tokens, ids, scores)
     backend = Tokenizer(
         models.BPE(vocab=ids, merges=merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     ends: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if metadata.get("tokenizer.ggml.add_space_prefix", True) is not False:
         steps.insert(0, normalizers.Prepend("▁"))
         ends.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(steps)

@@ -34,6 +34,11 @@ _FREQ_FACTORS = "rope_freqs.weight"
 
 def read_gguf_spec(file: GgufFile, max_len: int = 0) -> ModelSpec:
     """ModelSpec of a GGUF file; `max_len` and errors as in `spec_from_gguf`."""
+    if file.metadata.get("split.count", 0) not in (0, 1):
+        raise CheckpointError(
+            f"{file.path.name} is one part of a model split over {file.metadata['split.count']} files, which is not "
+            "served; join them (llama-gguf-split --merge)"
+        )
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     factors: tuple[float, ...] = ()
     if _FREQ_FACTORS in file.tensors:

@@ -169,7 +169,12 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder.name}/{_INDEX} is damaged: {error!r}") from error
     for file_name, tensors in by_file.items():
-        if not file_name.endswith(".safetensors") or Path(file_name).name != file_name or "\0" in file_name:
+        if (
+            not isinstance(file_name, str)
+            or not file_name.endswith(".safetensors")
+            or Path(file_name).name != file_name
+            or "\0" in file_name
+        ):
             raise CheckpointError(
                 f"{_INDEX} names {file_name!r} for {tensors[0]}: expected a .safetensors file in the same folder"
             )

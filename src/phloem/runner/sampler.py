@@ -124,7 +124,8 @@ def _draw(raw: Float32Array, row: LogitRow) -> int:
         ids = np.sort(largest(logits, params.top_k))
         logits = logits[ids]
     # float32 keeps seven digits of each probability, which exp gives at a third of the price; sums are float64.
-    weights = np.exp(logits.astype(np.float32)).astype(np.float64)
+    # What lies below -200 is 0 in float32 anyway, and may not fit it.
+    weights = np.exp(np.maximum(logits, -200.0).astype(np.float32)).astype(np.float64)
     if params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0:
         kept, weights = _truncate(weights, params)
         ids = kept if ids is None else ids[kept]

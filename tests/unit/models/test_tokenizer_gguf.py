@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phloem.errors import CheckpointError
 from phloem.models.gguf_file import GgufFile
@@ -115,13 +119,35 @@ def test_an_unknown_pre_tokenizer_is_refused_with_the_known_names(pre: str | Non
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["a zzzzz"]}, "tokenizer.ggml.merges holds 'a zzzzz'"),
-        ({"token_type": [1, 2]}, "2 entries in tokenizer.ggml.token_type"),
+        ({"token_type": [1, 2]}, "tokenizer.ggml.token_type must hold 700 numbers"),
         ({"bos_token_id": 999999}, "tokenizer.ggml.bos_token_id must be a token id below 700"),
     ],
 )
 def test_a_contradictory_vocabulary_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
         tokenizer_from_gguf(byte_level(**changes), "file")
+
+
+@given(
+    key=st.sampled_from(
+        (
+            *("model", "pre", "tokens", "token_type", "merges", "scores", "bos_token_id", "eos_token_id"),
+            *("eot_token_id", "unknown_token_id", "add_bos_token", "add_eos_token", "add_space_prefix"),
+        )
+    ),
+    value=st.none()
+    | st.integers(-2, 1 << 65)
+    | st.floats()
+    | st.booleans()
+    | st.lists(st.text(max_size=3), max_size=3)
+    | st.sampled_from([np.array([1, 2]), np.array([[0.5]]), {"a": 1}, "qwen2", "llama"]),
+    pieces=st.booleans(),
+)
+@settings(deadline=None, max_examples=150)
+def test_any_metadata_give_a_tokenizer_or_a_checkpoint_error(key: str, value: Any, pieces: bool) -> None:
+    metadata = sentence_piece() if pieces else byte_level()
+    with contextlib.suppress(CheckpointError):
+        tokenizer_from_gguf(metadata | {f"tokenizer.ggml.{key}": value}, "file").encode("some text")
 
 
 def test_sentence_piece_without_scores_is_refused() -> None:
