@@ -1,0 +1,105 @@
+// One decoder-only transformer of the Llama family: weights, KV cache, and a whole forward pass as one call.
+// Owns the order of operations and the buffers between them. Must not know files, requests, sampling or Python.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_plan.h"
+#include "kernels/buffer.h"
+#include "kernels/kernel_table.h"
+#include "kernels/packing.h"
+#include "kernels/thread_pool.h"
+
+namespace phloem {
+
+struct DecoderConfig {
+  int vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
+  float rms_norm_eps;
+  Activation activation;
+  KvFormat kv_format;
+  int64_t num_slots;
+  int num_threads;
+  bool group_shared_prefixes;
+};
+
+struct Linear {
+  std::shared_ptr<const PackedMatrix> weight;
+  std::vector<float> bias;  // padded to panels; empty: none
+};
+
+struct DecoderLayer {
+  Linear q, k, v, o, gate, up, down;
+  std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;  // padded to groups; q_norm, k_norm may be empty
+};
+
+class Decoder {
+ public:
+  // Throws std::invalid_argument naming a shape that the kernels do not serve.
+  Decoder(const DecoderConfig& config, const KernelTable& kernels);
+
+  // Names as in models/weights.py; shapes are checked. Throws std::invalid_argument.
+  void set_matrix(const std::string& name, std::shared_ptr<const PackedMatrix> matrix);
+  void set_vector(const std::string& name, const float* values, int count);
+  // cos and sin, [num_positions, head_dim / 2].
+  void set_rope(const float* cos, const float* sin, int num_positions);
+
+  // Writes K/V of all rows and the logits of `logit_rows`, [num_logits, ld_logits], ld_logits >= padded_vocab().
+  // Throws std::invalid_argument for a plan that does not fit, before anything is written.
+  void step(const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits, int64_t ld_logits);
+
+  int padded_vocab() const { return (config_.vocab_size + kPanel - 1) / kPanel * kPanel; }
+  size_t weight_bytes() const;
+  size_t kv_bytes_per_token() const;
+  const DecoderConfig& config() const { return config_; }
+  const KernelTable& kernels() const { return kernels_; }
+
+ private:
+  struct Task {  // one matrix product of a phase
+    const Linear* linear;
+    ActView a;
+    float* out;
+    int64_t ld_out;
+    bool accumulate;
+  };
+  using Member = ThreadPool::Member;
+
+  void check_ready() const;
+  void check_rows(const StepRows& rows, const int32_t* logit_rows, int num_logits) const;
+  void reserve(int num_rows);
+  KvView kv_view(int layer) const;
+  Linear* find_linear(const std::string& name, int* n, int* k);
+  std::vector<float>* find_vector(const std::string& name, int* count, int* padding);
+
+  void forward_layer(Member& member, int index, const StepRows& rows);
+  void attention(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows);
+  void attend_unit(const AttentionUnit& unit, const KvView& kv, const StepRows& rows, int thread);
+  void rotate_and_write(const DecoderLayer& layer, const KvView& kv, const StepRows& rows, int row, float* temp);
+  // Norm and quantisation of rows of x_, or of those that `picked` names.
+  void normalise(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight, bool as_float);
+  void multiply(Member& member, const std::vector<Task>& tasks, int num_rows);
+
+  const DecoderConfig config_;
+  const KernelTable& kernels_;
+  ThreadPool pool_;
+  std::shared_ptr<const PackedMatrix> embed_;
+  Linear head_;
+  std::vector<DecoderLayer> layers_;
+  std::vector<float> final_norm_, cos_, sin_;
+  int num_positions_ = 0;
+
+  // K then V, each [layers, kv_heads, slots, d]; scales likewise.
+  ZeroedMemory kv_, kv_scales_;
+
+  int ld_hidden_, ld_q_, ld_kv_, ld_inter_, ld_most_, most_groups_;
+  Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, scale_, sum_, states_, attend_scratch_, temp_;
+  Workspace<int8_t> quantised_;
+  Workspace<uint8_t> gemm_scratch_;
+  std::vector<std::atomic<int>> finished_;  // supers done, per split block and head
+  AttentionPlan plan_;
+  size_t attend_scratch_stride_ = 0;
+};
+
+}  // namespace phloem

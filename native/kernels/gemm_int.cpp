@@ -1,0 +1,277 @@
+// out = activations x weights^T for 4- and 8-bit weights and int8 activations.
+//
+// Per group of 32 values of K the products are summed as integers (exact, so in any order) and enter the output lane's
+// float chain in ascending group order:  y = fma(isum, d * s, y);  y = fma(m, s * sum(q), y)  with the weight group's
+// scale d and minimum m (-8 d for plain 4 bits, none for 8) and the activation group's scale s. Tiles, threads and
+// batch choose only which outputs are computed together.
+#include "kernels/rows.h"
+
+namespace phloem {
+namespace PHLOEM_ISA {
+namespace {
+
+constexpr int kQ4Bytes = kGroup * kPanel / 2;
+constexpr int kQ8Bytes = kGroup * kPanel;
+
+PHLOEM_INLINE void finish(const GemmArgs& args, int row, int panel, int half, F8 y) {
+  float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel + 8 * half;
+  if (args.bias) y = y + load(args.bias + panel * kPanel + 8 * half);
+  if (args.accumulate) y = load(out) + y;
+  store(out, y);
+}
+
+// Scale and minimum of half a panel's columns.
+template <WeightFormat kFormat>
+PHLOEM_INLINE void load_scales(const uint8_t* block, int half, F8* d, F8* m) {
+  const auto* scales =
+      reinterpret_cast<const uint16_t*>(block + (kFormat == WeightFormat::q8 ? kQ8Bytes : kQ4Bytes)) + 8 * half;
+  *d = load_f16(scales);
+  if constexpr (kFormat == WeightFormat::q4m) *m = load_f16(scales + kPanel);
+  if constexpr (kFormat == WeightFormat::q4) *m = *d * splat(-8.0f);
+}
+
+template <WeightFormat kFormat>
+PHLOEM_INLINE F8 add_group(F8 y, I8 sum, F8 d, F8 m, float s, float s_sum) {
+  y = fma(__builtin_convertvector(sum, F8), d * splat(s), y);
+  if constexpr (kFormat != WeightFormat::q8) y = fma(m, splat(s_sum), y);
+  return y;
+}
+
+#ifdef __AVX2__
+
+PHLOEM_INLINE __m256i load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+PHLOEM_INLINE __m256i four_activations(const int8_t* q) {
+  int32_t raw;
+  std::memcpy(&raw, q, 4);
+  return _mm256_set1_epi32(raw);
+}
+
+// Sums of one group for kRows rows and 16 columns, 4-bit weights: 8 products of at most 2 * 15 * 127 fit 16 bits.
+template <int kRows>
+PHLOEM_INLINE void group_sums_q4(const uint8_t* block, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
+  const __m256i low_bits = _mm256_set1_epi8(15);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m256i b0 = load_bytes(block + 64 * j), b1 = load_bytes(block + 64 * j + 32);
+    const __m256i l0 = _mm256_and_si256(b0, low_bits), l1 = _mm256_and_si256(b1, low_bits);
+    const __m256i h0 = _mm256_and_si256(_mm256_srli_epi16(b0, 4), low_bits);
+    const __m256i h1 = _mm256_and_si256(_mm256_srli_epi16(b1, 4), low_bits);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i a = four_activations(q + r * ld + 8 * j), b = four_activations(q + r * ld + 8 * j + 4);
+      const __m256i p0 = _mm256_add_epi16(_mm256_maddubs_epi16(l0, a), _mm256_maddubs_epi16(h0, b));
+      const __m256i p1 = _mm256_add_epi16(_mm256_maddubs_epi16(l1, a), _mm256_maddubs_epi16(h1, b));
+      sums[r][0] = j ? _mm256_add_epi16(sums[r][0], p0) : p0;
+      sums[r][1] = j ? _mm256_add_epi16(sums[r][1], p1) : p1;
+    }
+  }
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int r = 0; r < kRows; ++r) {
+    sums[r][0] = _mm256_madd_epi16(sums[r][0], ones);
+    sums[r][1] = _mm256_madd_epi16(sums[r][1], ones);
+  }
+}
+
+// The same from bytes that hold one weight each, for many rows per panel.
+template <int kRows>
+PHLOEM_INLINE void group_sums_bytes(const uint8_t* bytes, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    const __m256i b0 = load_bytes(bytes + 64 * j), b1 = load_bytes(bytes + 64 * j + 32);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i a = four_activations(q + r * ld + 4 * j);
+      const __m256i p0 = _mm256_maddubs_epi16(b0, a), p1 = _mm256_maddubs_epi16(b1, a);
+      sums[r][0] = j ? _mm256_add_epi16(sums[r][0], p0) : p0;
+      sums[r][1] = j ? _mm256_add_epi16(sums[r][1], p1) : p1;
+    }
+  }
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int r = 0; r < kRows; ++r) {
+    sums[r][0] = _mm256_madd_epi16(sums[r][0], ones);
+    sums[r][1] = _mm256_madd_epi16(sums[r][1], ones);
+  }
+}
+
+// 8-bit weights: |w| times the activation with w's sign; 2 * 127 * 127 fits 16 bits, so widen at once.
+template <int kRows>
+PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
+  const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    const __m256i b0 = load_bytes(block + 64 * j), b1 = load_bytes(block + 64 * j + 32);
+    const __m256i u0 = _mm256_abs_epi8(b0), u1 = _mm256_abs_epi8(b1);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i a = four_activations(q + r * ld + 4 * j);
+      const __m256i p0 = _mm256_madd_epi16(_mm256_maddubs_epi16(u0, _mm256_sign_epi8(a, b0)), ones);
+      const __m256i p1 = _mm256_madd_epi16(_mm256_maddubs_epi16(u1, _mm256_sign_epi8(a, b1)), ones);
+      sums[r][0] = j ? _mm256_add_epi32(sums[r][0], p0) : p0;
+      sums[r][1] = j ? _mm256_add_epi32(sums[r][1], p1) : p1;
+    }
+  }
+}
+
+// kUnpacked: scratch holds this panel as bytes and its scales as floats (see unpack_panel).
+template <WeightFormat kFormat, int kRows, bool kUnpacked>
+void tile(const GemmArgs& args, int row, int panel) {
+  const MatrixView& w = *args.w;
+  const size_t block_bytes = w.panel_bytes / w.groups;
+  const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
+  const auto* scales = reinterpret_cast<const float*>(args.scratch + static_cast<size_t>(w.groups) * kQ8Bytes);
+  const int64_t ld = args.a.ld, ld_group = ld / kGroup;
+  const int8_t* q = args.a.q + row * ld;
+  const float* s = args.a.scale + row * ld_group;
+  const float* s_sum = args.a.sum + row * ld_group;
+  F8 y[kRows][2] = {};
+  for (int g = 0; g < w.groups; ++g) {
+    __m256i sums[kRows][2];
+    F8 d[2], m[2] = {};
+    if constexpr (kUnpacked) {
+      group_sums_bytes<kRows>(args.scratch + static_cast<size_t>(g) * kQ8Bytes, q + g * kGroup, ld, sums);
+      for (int h = 0; h < 2; ++h) {
+        d[h] = load(scales + g * 2 * kPanel + 8 * h);
+        m[h] = load(scales + g * 2 * kPanel + kPanel + 8 * h);
+      }
+    } else {
+      if constexpr (kRows <= 2) {
+        __builtin_prefetch(block + 2048);
+        __builtin_prefetch(block + 2048 + 64);
+        __builtin_prefetch(block + 2048 + 128);
+        __builtin_prefetch(block + 2048 + 192);
+        __builtin_prefetch(block + 2048 + 256);
+      }
+      if constexpr (kFormat == WeightFormat::q8) {
+        group_sums_q8<kRows>(block, q + g * kGroup, ld, sums);
+      } else {
+        group_sums_q4<kRows>(block, q + g * kGroup, ld, sums);
+      }
+      for (int h = 0; h < 2; ++h) load_scales<kFormat>(block, h, &d[h], &m[h]);
+      block += block_bytes;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t i = r * ld_group + g;
+      for (int h = 0; h < 2; ++h)
+        y[r][h] = add_group<kFormat>(y[r][h], reinterpret_cast<I8>(sums[r][h]), d[h], m[h], s[i], s_sum[i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int h = 0; h < 2; ++h) finish(args, row + r, panel, h, y[r][h]);
+}
+
+template <WeightFormat kFormat>
+void unpack_panel(const GemmArgs& args, int panel) {
+  const MatrixView& w = *args.w;
+  const size_t block_bytes = w.panel_bytes / w.groups;
+  const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
+  uint8_t* bytes = args.scratch;
+  auto* scales = reinterpret_cast<float*>(args.scratch + static_cast<size_t>(w.groups) * kQ8Bytes);
+  const __m256i low_bits = _mm256_set1_epi8(15);
+  for (int g = 0; g < w.groups; ++g, block += block_bytes, bytes += kQ8Bytes, scales += 2 * kPanel) {
+    for (int i = 0; i < 8; ++i) {
+      const __m256i b = load_bytes(block + 32 * i);
+      uint8_t* to = bytes + i / 2 * 128 + i % 2 * 32;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_and_si256(b, low_bits));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64), _mm256_and_si256(_mm256_srli_epi16(b, 4), low_bits));
+    }
+    for (int h = 0; h < 2; ++h) {
+      F8 d, m;
+      load_scales<kFormat>(block, h, &d, &m);
+      store(scales + 8 * h, d);
+      store(scales + kPanel + 8 * h, m);
+    }
+  }
+}
+
+constexpr int kUnpackRows = 16;  // from here on unpacking a panel once pays
+
+template <WeightFormat kFormat, bool kUnpacked>
+void row_tiles(const GemmArgs& args, int panel) {
+  int row = args.row_begin;
+  for (; row + 4 <= args.row_end; row += 4) tile<kFormat, 4, kUnpacked>(args, row, panel);
+  if (row + 2 <= args.row_end) {
+    tile<kFormat, 2, kUnpacked>(args, row, panel);
+    row += 2;
+  }
+  if (row < args.row_end) tile<kFormat, 1, kUnpacked>(args, row, panel);
+}
+
+template <WeightFormat kFormat>
+void all_tiles(const GemmArgs& args) {
+  for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
+    if constexpr (kFormat != WeightFormat::q8) {
+      if (args.row_end - args.row_begin >= kUnpackRows) {
+        unpack_panel<kFormat>(args, panel);
+        row_tiles<kFormat, true>(args, panel);
+        continue;
+      }
+    }
+    row_tiles<kFormat, false>(args, panel);
+  }
+}
+
+#else
+
+// Sums of one group for one row and half a panel.
+template <WeightFormat kFormat>
+PHLOEM_INLINE I8 group_sum(const uint8_t* block, const int8_t* q, int half) {
+  I8 sum = {};
+  for (int k = 0; k < kGroup; ++k) {
+    const int32_t a = q[k];
+    I8 w;
+    for (int c = 0; c < 8; ++c) {
+      const int lane = (8 * half + c) * 4 + k % 4;
+      if constexpr (kFormat == WeightFormat::q8) {
+        w[c] = static_cast<int8_t>(block[k / 4 * 64 + lane]);
+      } else {
+        const uint8_t pair = block[k / 8 * 64 + lane];
+        w[c] = k % 8 < 4 ? pair & 15 : pair >> 4;
+      }
+    }
+    sum += w * splat_int(a);
+  }
+  return sum;
+}
+
+template <WeightFormat kFormat>
+void all_tiles(const GemmArgs& args) {
+  const MatrixView& w = *args.w;
+  const size_t block_bytes = w.panel_bytes / w.groups;
+  for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
+    for (int row = args.row_begin; row < args.row_end; ++row) {
+      const int64_t at = static_cast<int64_t>(row) * args.a.ld;
+      for (int half = 0; half < 2; ++half) {
+        const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
+        F8 y = {};
+        for (int g = 0; g < w.groups; ++g, block += block_bytes) {
+          F8 d, m = {};
+          load_scales<kFormat>(block, half, &d, &m);
+          const I8 sum = group_sum<kFormat>(block, args.a.q + at + g * kGroup, half);
+          y = add_group<kFormat>(y, sum, d, m, args.a.scale[at / kGroup + g], args.a.sum[at / kGroup + g]);
+        }
+        finish(args, row, panel, half, y);
+      }
+    }
+  }
+}
+
+#endif
+
+}  // namespace
+
+void gemm(const GemmArgs& args) {
+  switch (args.w->format) {
+    case WeightFormat::q4:
+      return all_tiles<WeightFormat::q4>(args);
+    case WeightFormat::q4m:
+      return all_tiles<WeightFormat::q4m>(args);
+    case WeightFormat::q8:
+      return all_tiles<WeightFormat::q8>(args);
+    default:
+      return gemm_float(args);
+  }
+}
+
+}  // namespace PHLOEM_ISA
+}  // namespace phloem

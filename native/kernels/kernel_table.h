@@ -1,0 +1,128 @@
+// The border between what a step does (decoder, attention plan, threads) and how one instruction set does it.
+// Owns the argument records of the kernels and the table of their addresses. Must not know nanobind or threads.
+//
+// Padding: buffers of activations have rows padded to a multiple of kGroup columns; the padding is zero and stays
+// zero, since packed weights are padded with zeros too. So no kernel has a tail in K or N.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace phloem {
+
+constexpr int kGroup = 32;         // weights and activations share one scale per this many values of K
+constexpr int kPanel = 16;         // output columns that are packed together
+constexpr int kTile = 64;          // keys of one attention tile, at absolute positions
+constexpr int kTilesPerSuper = 4;  // tiles whose states are merged before they join the row's state
+constexpr int kSuper = kTile * kTilesPerSuper;
+
+enum class WeightFormat : uint8_t { q4, q4m, q8, f16, bf16, f32 };  // q4m: 4 bits with a minimum per group
+enum class KvFormat : uint8_t { f16, f32, i8 };
+enum class Activation : uint8_t { silu, gelu, gelu_tanh };
+
+// A packed matrix [n, k]: panels of kPanel output columns (see packing.h for the bytes).
+struct MatrixView {
+  WeightFormat format;
+  int n, k, groups;  // groups = padded k / kGroup
+  size_t panel_bytes;
+  const uint8_t* data;
+
+  int panels() const { return (n + kPanel - 1) / kPanel; }
+  bool is_quantised() const { return format <= WeightFormat::q8; }
+};
+
+// Rows of activations: float, or int8 with scale and scale * sum(q) per group, or both.
+struct ActView {
+  float* f;      // [rows, ld]
+  int8_t* q;     // [rows, ld]
+  float* scale;  // [rows, ld / kGroup]
+  float* sum;    // [rows, ld / kGroup]
+  int ld;
+};
+
+struct GemmArgs {
+  const MatrixView* w;
+  ActView a;
+  int row_begin, row_end, panel_begin, panel_end;
+  float* out;  // [rows, ld_out], at least panels * kPanel columns
+  int64_t ld_out;
+  const float* bias;  // padded to panels, or null
+  bool accumulate;    // out += result instead of out = result
+  uint8_t* scratch;   // gemm_scratch_bytes(groups), 64-byte aligned
+};
+
+constexpr size_t gemm_scratch_bytes(int groups) {
+  return static_cast<size_t>(groups) * (kGroup * kPanel + 2 * kPanel * sizeof(float));
+}
+
+// K and V of one layer: [kv_heads, num_slots, d] elements; scales [kv_heads, num_slots] for int8 only.
+struct KvView {
+  KvFormat format;
+  uint8_t *k, *v;
+  float *k_scale, *v_scale;
+  int64_t num_slots;
+  int num_kv_heads, head_dim;
+};
+
+// Rows of one or more neighbouring sequences that attend together. `shared_tiles[s]` counts the leading full tiles
+// that sequence s has in common with sequence s - 1.
+struct AttendArgs {
+  KvView kv;
+  const float* q;  // [rows, ld], rotated and scaled by d^-1/2
+  float* out;      // [rows, ld], heads * d columns
+  int64_t ld;
+  int num_heads, kv_head;
+  int row_begin, row_end, seq_begin, seq_end;
+  const int32_t *positions, *seq_row_start, *seq_table_row, *slot_table;
+  const int32_t* shared_tiles;
+  int64_t ld_table;
+  int super_begin, super_end;
+  float* states;   // partial: the super's states of all query rows (attend_state_floats each); else null
+  float* scratch;  // attend_scratch_floats
+};
+
+// Per query row: d sums, then maximum and denominator.
+constexpr size_t attend_state_floats(int head_dim) { return static_cast<size_t>(head_dim) + 2; }
+constexpr size_t attend_scratch_floats(int head_dim, int query_rows) {
+  return 2 * static_cast<size_t>(kTile) * head_dim + 8 * static_cast<size_t>(kTile) +
+         static_cast<size_t>(query_rows) * (2 * attend_state_floats(head_dim) + head_dim);
+}
+
+struct FoldArgs {
+  const float* states;  // [supers, query rows, attend_state_floats]
+  int64_t super_stride;
+  int supers, query_rows, group;  // query row i: token row i / group, head i % group
+  int row_begin, kv_head, head_dim;
+  const int32_t* positions;
+  float* out;
+  int64_t ld;
+  float* scratch;  // attend_state_floats
+};
+
+struct KernelTable {
+  const char* name;
+  void (*gemm)(const GemmArgs&);
+  // out[i] = x[i] / rms(x) * weight[i]; n true columns, out padded to a group with zeros.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  void (*quantize_row)(const float* x, int padded, int8_t* q, float* scale, float* sum);
+  // gate[i] = act(gate[i]) * up[i]
+  void (*gate)(Activation kind, float* gate, const float* up, int padded);
+  // In place; half-split pairs; then every value times `factor`.
+  void (*rope)(float* x, const float* cos, const float* sin, int head_dim, float factor);
+  void (*write_kv)(const KvView& kv, int head, int64_t slot, const float* k, const float* v);
+  void (*gather_row)(const MatrixView& w, int row, float* out);
+  void (*attend)(const AttendArgs&);
+  void (*fold)(const FoldArgs&);
+};
+
+namespace portable {
+const KernelTable& kernel_table();
+}
+namespace avx2 {
+const KernelTable& kernel_table();
+}
+namespace avx512 {
+const KernelTable& kernel_table();
+}
+
+}  // namespace phloem

@@ -1,0 +1,131 @@
+"""NativeRunner: a StepPlan through the native decoder, one call per step, and back to a StepResult.
+
+Owns the native decoder with its KV cache. Must not know the cache's policy or how requests are ordered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from phloem._kernels import Decoder, supported_isas
+from phloem.config import Isa, KVCacheDtype, Quantization
+from phloem.errors import CheckpointError, StepFailedError, UsageError
+from phloem.kernels.packing import pack
+from phloem.models.rope import rope_tables
+from phloem.models.spec import ModelSpec
+from phloem.models.weights import RawTensor, dequantize
+from phloem.runner.sampler import sample
+from phloem.types import Float32Array, StepPlan, StepResult
+
+
+class NativeRunner:
+    """ModelRunner on the native CPU kernels (see `phloem.types.ModelRunner`).
+
+    Results depend on a row's token prefix, the weights and the instruction set alone: not on batch, chunks, threads,
+    slots or `group_shared_prefixes`. `num_threads` 0 takes one per core this process may use; `max_len` is the longest
+    sequence in tokens (0: the model's own limit); `progress` is told the share of weights that is packed.
+    Raises UsageError for an instruction set that this CPU lacks, CheckpointError for shapes that are not served.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, RawTensor],
+        *,
+        num_slots: int,
+        kv_cache_dtype: KVCacheDtype = "f16",
+        num_threads: int = 0,
+        isa: Isa = "auto",
+        group_shared_prefixes: bool = True,
+        quantization: Quantization | None = None,
+        max_len: int = 0,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        if isa != "auto" and isa not in supported_isas():
+            raise UsageError(f"isa {isa} is not available: this CPU runs {', '.join(supported_isas())}")
+        self.spec = spec
+        self._kv_cache_dtype = kv_cache_dtype
+        try:
+            self._decoder = Decoder(
+                vocab_size=spec.vocab_size,
+                hidden_size=spec.hidden_size,
+                intermediate_size=spec.intermediate_size,
+                num_layers=spec.num_layers,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                rms_norm_eps=spec.rms_norm_eps,
+                activation=spec.activation,
+                kv_cache_dtype=kv_cache_dtype,
+                num_slots=num_slots,
+                num_threads=num_threads or len(os.sched_getaffinity(0)),
+                group_shared_prefixes=group_shared_prefixes,
+                isa=isa,
+            )
+            self._load(weights, quantization, progress or (lambda _share: None))
+        except ValueError as error:
+            raise CheckpointError(f"the native kernels do not serve this model: {error}") from error
+        tables = rope_tables(spec.rope, spec.head_dim, max_len or spec.max_position_embeddings)
+        self._decoder.set_rope(tables.cos, tables.sin)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one forward pass and draw the tokens of `plan.logit_rows`."""
+        logits = self.logits(plan)
+        return StepResult(plan.step_id, *sample(logits, plan.logit_rows))
+
+    def logits(self, plan: StepPlan) -> Float32Array:
+        """Run one forward pass; float32 [number of logit rows, vocab]."""
+        logit_rows = np.array([row.row for row in plan.logit_rows], np.int32)
+        logits = np.empty((len(logit_rows), self._decoder.padded_vocab), np.float32)
+        try:
+            self._decoder.step(
+                plan.token_ids,
+                plan.positions,
+                plan.write_slots,
+                plan.seq_row_start,
+                plan.seq_table_row,
+                plan.slot_table,
+                logit_rows,
+                logits,
+            )
+        except (ValueError, MemoryError) as error:
+            raise StepFailedError(f"step {plan.step_id} was refused: {error}") from error
+        return logits[:, : self.spec.vocab_size]
+
+    def close(self) -> None:
+        """Release weights, K/V and threads; the runner cannot be used afterwards."""
+        del self._decoder
+
+    def describe(self) -> dict[str, object]:
+        """What runs here: isa, num_threads, weight_bytes, kv_bytes_per_token, kv_cache_dtype, weight_formats."""
+        return {
+            "isa": self._decoder.isa,
+            "num_threads": self._decoder.num_threads,
+            "weight_bytes": self._decoder.weight_bytes,
+            "kv_bytes_per_token": self._decoder.kv_bytes_per_token,
+            "kv_cache_dtype": self._kv_cache_dtype,
+            "weight_formats": sorted(self._formats),
+        }
+
+    def _load(
+        self, weights: Mapping[str, RawTensor], quantization: Quantization | None, progress: Callable[[float], None]
+    ) -> None:
+        total = sum(tensor.data.nbytes for tensor in weights.values())
+        done = 0
+        self._formats: set[str] = set()
+        for name, tensor in weights.items():
+            if len(tensor.shape) == 2:
+                matrix = pack(tensor, quantization)
+                self._formats.add(matrix.format)
+                self._decoder.set_matrix(name, matrix)
+            else:
+                self._decoder.set_vector(name, np.ascontiguousarray(dequantize(tensor)))
+            done += tensor.data.nbytes
+            progress(done / total)
