@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from phloem.config import SchedulePolicy
+from phloem.config import EvictionPolicy, SchedulePolicy
 from phloem.kv.manager import KVCacheManager
 from phloem.runner.null_runner import NullRunner
 from phloem.sched.scheduler import Scheduler
@@ -46,7 +46,7 @@ class Simulation:
 
     num_pages: int
     policy: SchedulePolicy = "cache-aware"
-    eviction_policy: str = "lru"
+    eviction_policy: EvictionPolicy = "lru"
     max_running: int = 16
     chunk_size: int = 512
     now_s: float = 0.0

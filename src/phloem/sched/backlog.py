@@ -70,7 +70,9 @@ class Backlog:
                 if sequence.want_id:
                     self._unwant(sequence)
                     self._want(sequence)
-        ordered = order(self.queue, slots, self._policy, self.shares, now_s=now_s, tokens_per_s=tokens_per_s).tolist()
+        ordered: list[int] = order(
+            self.queue, slots, self._policy, self.shares, now_s=now_s, tokens_per_s=tokens_per_s
+        ).tolist()
         for slot in ordered[:LOOK_AHEAD]:
             self._want(self.queue.at(slot))
         return ordered

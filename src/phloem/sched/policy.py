@@ -135,7 +135,8 @@ def _uncached_cost(queue: WaitingQueue, slots: NDArray[np.int64]) -> NDArray[np.
     """Estimated work of a prefill after its cached prefix, in rows at position 0."""
     cached = queue.matched[slots].astype(np.float64)
     uncached = np.maximum(queue.length[slots] - queue.matched[slots], 1).astype(np.float64)
-    return uncached + (uncached * cached + uncached * uncached / 2.0) / ATTENTION_HALF_POINT
+    cost: NDArray[np.float64] = uncached + (uncached * cached + uncached * uncached / 2.0) / ATTENTION_HALF_POINT
+    return cost
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._slot_table = np.zeros((max_running, max_model_len), dtype=np.int32)
         self._free_rows = list(range(max_running - 1, -1, -1))
-        self._sequences: dict[tuple[str, int], Sequence] = {}
+        self._sequences: dict[str, dict[int, Sequence]] = {}
         self._num_arrivals = 0
         self._num_admissions = 0
         self._step_id = 0
@@ -132,7 +132,7 @@ class Scheduler:
                 max_total=num_prompt + (limit if wanted is None else min(limit, wanted)),
             )
             self._num_arrivals += 1
-            self._sequences[request.request_id, index] = sequence
+            self._sequences.setdefault(request.request_id, {})[index] = sequence
             self.backlog.shares.enter(request.client)
             self.backlog.add(sequence, now_s=now_s)
         if request.deadline_s is not None:
@@ -140,8 +140,8 @@ class Scheduler:
 
     def abort(self, request_id: str, index: int | None = None, *, error: PhloemError | None = None) -> bool:
         """End all sequences of a request, or one; False when none is live. The K/V stays in the tree."""
-        indices = [i for r, i in self._sequences if r == request_id] if index is None else [index]
-        live = [self._sequences[request_id, i] for i in indices if (request_id, i) in self._sequences]
+        of_request = self._sequences.get(request_id, {})
+        live = [sequence for i, sequence in of_request.items() if index is None or i == index]
         for sequence in live:
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
             self._ended.append(self._end(sequence, reason, error=error))
@@ -149,7 +149,7 @@ class Scheduler:
 
     def abort_all(self, error: PhloemError) -> None:
         """End every live sequence with an error."""
-        for request_id in {request_id for request_id, _ in self._sequences}:
+        for request_id in list(self._sequences):
             self.abort(request_id, error=error)
 
     # --- one step ---
@@ -460,7 +460,10 @@ class Scheduler:
             self.backlog.remove(sequence)
         sequence.status = Status.FINISHED
         request = sequence.request
-        del self._sequences[request.request_id, sequence.index]
+        of_request = self._sequences[request.request_id]
+        del of_request[sequence.index]
+        if not of_request:
+            del self._sequences[request.request_id]
         self.backlog.shares.leave(request.client)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.stats.num_finished += 1
