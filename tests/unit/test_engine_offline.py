@@ -33,7 +33,7 @@ def engine() -> Iterator[Engine]:
     with open_engine() as engine:
         yield engine
         stats = engine.stats()
-        assert (stats["kv_protected"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
+        assert (stats["kv_num_pages_protected"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
 
 
 def params(**options: Any) -> SamplingParams:

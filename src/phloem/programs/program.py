@@ -63,6 +63,10 @@ class Program:
         """A new state that begins with `text`."""
         return State(self._inner.start(text), self._run)
 
+    def group(self, states: Sequence[State]) -> Branches:
+        """States of this program, wherever they come from, to be called at once."""
+        return Branches(states, self._run)
+
     def map(self, function: Callable[[State, T], R], items: Sequence[T]) -> list[R]:
         """`function(state, item)` for each item, at once, each with a new state; results in order."""
         states = [self.start() for _ in items]
@@ -193,6 +197,11 @@ class Branches(Sequence[State]):
     def select(self, choices: Sequence[str], name: str | None = None, *, by: Rule = "mean") -> list[str]:
         """`select` on each; choices in order."""
         return self._at_once(state._inner.select(choices, name, by=by) for state in self._states)
+
+    def fork(self, n: int) -> Branches:
+        """n states from each: all of the first, then all of the second, and so on."""
+        groups = self._run(gather_or_cancel(state._inner.fork(n) for state in self._states))
+        return Branches([State(inner, self._run) for group in groups for inner in group], self._run)
 
     def map(self, function: Callable[[State], R]) -> list[R]:
         """`function(state)` for each, at once, in threads: for branches that go different ways. Results in order."""
