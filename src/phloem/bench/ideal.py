@@ -15,6 +15,7 @@ import numpy as np
 from phloem.bench.client import OpenAIClient, ServerError
 from phloem.bench.jobs import Exchange, Job
 from phloem.models.load import load_model
+from phloem.models.tokenizer import Tokenizer
 from phloem.types import Int32Array
 
 
@@ -99,10 +100,15 @@ async def fill_ideal(exchanges: Sequence[Exchange], encoder: Encoder) -> int:
 
 
 class ModelEncoder:
-    """Encodes as the engine that serves `model` (a .gguf file or a folder) does. Raises CheckpointError."""
+    """Encodes with a tokeniser in this process, as the engine that serves the model does."""
 
-    def __init__(self, model: Path) -> None:
-        self._tokenizer = load_model(model).tokenizer
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, model: Path) -> ModelEncoder:
+        """The tokeniser of a .gguf file or a Hugging Face-format folder. Raises CheckpointError."""
+        return cls(load_model(model).tokenizer)
 
     async def prompt_ids(self, job: Job) -> Int32Array:
         if job.messages:

@@ -190,7 +190,7 @@ async def measure(
 async def find_ideal(run: Run, client: OpenAIClient, tokenizer: str | None) -> None:
     """Fill in the ideal hits, by the tokeniser of that model or by the server's own; say so where that is not had."""
     try:
-        encoder = ModelEncoder(Path(tokenizer)) if tokenizer else ServerEncoder(client)
+        encoder = ModelEncoder.load(Path(tokenizer)) if tokenizer else ServerEncoder(client)
         counted = await fill_ideal(run.exchanges, encoder)
     except ServerError as error:
         print(f"phloem: ideal hit rate unknown: {error.message}", file=sys.stderr)

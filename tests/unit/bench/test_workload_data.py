@@ -68,7 +68,7 @@ async def test_the_last_token_of_an_answer_is_never_reused() -> None:
 
 async def test_ideal_of_agents_by_the_real_tokeniser(demo_model: Path) -> None:
     """All but a first prompt share the system prompt; a second turn reuses all but its answer's last token."""
-    encoder = ModelEncoder(demo_model)
+    encoder = ModelEncoder.load(demo_model)
     messages: list[Message] = [
         {"role": "system", "content": TextModel(0).prose(200)},
         {"role": "user", "content": "Hi"},
@@ -85,7 +85,7 @@ async def test_ideal_of_agents_by_the_real_tokeniser(demo_model: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [20, 200, 2000])
 async def test_prose_has_about_the_length_that_was_asked(tokens: int, demo_model: Path) -> None:
-    counts = [len(await ModelEncoder(demo_model).answer_ids(TextModel(i).prose(tokens))) for i in range(5)]
+    counts = [len(await ModelEncoder.load(demo_model).answer_ids(TextModel(i).prose(tokens))) for i in range(5)]
     assert np.mean(counts) == pytest.approx(tokens, rel=0.2)
 
 
