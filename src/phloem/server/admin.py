@@ -85,6 +85,11 @@ async def server_info(request: HttpRequest) -> Response:
     )
 
 
+async def metrics(request: HttpRequest) -> Response:
+    """GET /metrics, in the Prometheus text format."""
+    return Response(context_of(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
 async def tokenize(request: HttpRequest) -> Response:
     """POST /tokenize: ids of a text or of a rendered conversation."""
     context = context_of(request)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 import phloem
 from phloem.config import ServerConfig
 from phloem.errors import PhloemError
-from phloem.server import admin, chat, completions
+from phloem.server import admin, chat, completions, native
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Engine
 from phloem.server.http_errors import on_http_exception, on_phloem_error
@@ -31,8 +31,10 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 def create_app(
     engine: Engine | None, config: ServerConfig | None = None, *, share_cache_across_keys: bool = False
 ) -> FastAPI:
-    """The application around an engine; with None it answers 503 until `app.state.context.engine_or_none` is set."""
-    context = ServerContext(config or ServerConfig(), engine, share_cache_across_keys)
+    """The application around an engine; with None it answers 503 until `app.state.context.attach` gets one."""
+    context = ServerContext(config or ServerConfig(), share_cache_across_keys=share_cache_across_keys)
+    if engine is not None:
+        context.attach(engine)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -56,6 +58,12 @@ def _add_routes(app: FastAPI) -> None:
     """Every route of the server."""
     _post(app, "/v1/chat/completions", chat.chat_completions, ChatBody)
     _post(app, "/v1/completions", completions.completions, CompletionBody)
+    _post(app, "/generate", native.generate, native.GenerateBody)
+    _post(app, "/v1/embeddings", native.embeddings)
+    for path in ("/abort", "/abort_request"):
+        _post(app, path, native.abort, native.AbortBody)
+    _get(app, "/health_generate", native.health_generate)
+    _get(app, "/metrics", admin.metrics)
     _post(app, "/tokenize", admin.tokenize, TokenizeBody)
     _post(app, "/detokenize", admin.detokenize, DetokenizeBody)
     _post(app, "/flush_cache", admin.flush_cache)

@@ -78,7 +78,7 @@ async def prepare_chat(
     def make_parser() -> AnswerParser:
         return plan.make_parser(inside, separate)
 
-    return ChatJob(body, job_id, model, engine.tokenizer, Generation(engine, [request]), make_parser)
+    return ChatJob(body, job_id, model, engine.tokenizer, Generation(context, job_id, [request]), make_parser)
 
 
 def chat_grammar(body: ChatBody, plan: ToolPlan, tokenizer: Tokenizer) -> AnswerGrammar | None:

@@ -112,7 +112,7 @@ async def prepare(context: ServerContext, caller: Caller, body: CompletionBody) 
         )
         for position, prompt in enumerate(encoded)
     ]
-    return CompletionJob(context, body, model, encoded, n, Generation(context.engine, requests), job_id)
+    return CompletionJob(context, body, model, encoded, n, Generation(context, job_id, requests), job_id)
 
 
 def _prompt_entries(prompt: Prompt, scored: list[TokenLogprob | None]) -> list[TokenLogprob | None]:

@@ -20,6 +20,7 @@ from phloem.config import ServerConfig
 from phloem.engine.grammar import GrammarCompiler
 from phloem.errors import EngineUnavailableError, ModelNotFoundError, QueueFullError
 from phloem.server.engine_api import Engine, EngineState
+from phloem.server.metrics import ServerMetrics
 from phloem.server.structured import AnswerGrammar
 from phloem.server.tools import AnswerForm, answer_form
 from phloem.types import Namespace, TokenMasker
@@ -48,6 +49,9 @@ class ServerContext:
     engine_or_none: Engine | None = None
     share_cache_across_keys: bool = False
     started_s: float = field(default_factory=time.time)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    jobs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Engine request ids of each HTTP request that is being answered, by the id that its client knows."""
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     _tokenizing: int = 0
     _draining: bool = False
@@ -67,6 +71,11 @@ class ServerContext:
         if self.engine_or_none is None:
             raise EngineUnavailableError("the model is still loading; try again in a few seconds")
         return self.engine_or_none
+
+    def attach(self, engine: Engine) -> None:
+        """The engine is there: serve."""
+        self.engine_or_none = engine
+        self.metrics.watch_engine(engine.stats)
 
     def state(self) -> EngineState:
         if self.engine_or_none is None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from phloem.engine.grammar import GrammarMasker
 from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError
-from phloem.server.engine_api import Engine, Stream
+from phloem.server.context import ServerContext
+from phloem.server.engine_api import Stream
 from phloem.types import FinishReason, Request, TextDelta, TokenLogprob
 
 _MERGE_BUFFER = 64
@@ -71,8 +72,10 @@ class Answer:
 class Generation:
     """Engine requests that answer one HTTP request. Choice number = position of its request x n + its index."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        self._engine = engine
+    def __init__(self, context: ServerContext, job_id: str, requests: Sequence[Request]) -> None:
+        self._context = context
+        self._job_id = job_id
+        self._clock = context.metrics.clock(sum(request.n for request in requests))
         self.requests = list(requests)
         self.usage = Usage()
         self._positions = {request.request_id: position for position, request in enumerate(requests)}
@@ -84,15 +87,18 @@ class Generation:
 
     async def start(self) -> None:
         """Submit all requests, or none of them: errors come from here, before anything was answered."""
+        engine = self._context.engine
         try:
             for request in self.requests:
-                self._streams.append(await self._engine.submit(request))
+                self._streams.append(await engine.submit(request))
         except BaseException:
             await self.close()
             raise
+        self._context.jobs[self._job_id] = tuple(request.request_id for request in self.requests)
 
     async def close(self) -> None:
         """Abort what still runs. Idempotent."""
+        self._context.jobs.pop(self._job_id, None)
         for stream in self._streams:
             await stream.aclose()
 
@@ -106,7 +112,9 @@ class Generation:
                     self.usage.count(delta)
                     position = self._positions[delta.request_id]
                     raise_grammar_failure(self.requests[position], delta)
-                    yield position * self.requests[position].n + delta.index, delta
+                    choice = position * self.requests[position].n + delta.index
+                    self._clock.tick(choice, delta)
+                    yield choice, delta
         finally:
             await self.close()
 

@@ -65,7 +65,12 @@ def from_validation(error: pydantic.ValidationError) -> InvalidRequestError:
 
 def _field_path(location: Sequence[int | str]) -> str:
     """'messages.0.content' of pydantic's location, without the names of union branches."""
-    return ".".join(str(part) for part in location if isinstance(part, int) or part.isidentifier())
+    return ".".join(str(part) for part in location if isinstance(part, int) or _is_field(part))
+
+
+def _is_field(name: str) -> bool:
+    """Whether a part of a location is a field rather than a branch of a union ('str', 'list[int]', 'NamedTool')."""
+    return name.isidentifier() and name[0].islower() and name not in ("str", "int", "float", "bool", "dict", "list")
 
 
 def _describe(value: object) -> str:

@@ -52,6 +52,8 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._context.metrics.count_response(route, message["status"])
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 

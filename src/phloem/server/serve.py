@@ -143,7 +143,7 @@ class ServerProcess:
         waited: set[asyncio.Future[Any]] = {loaded, stopping, serving}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if loaded.done() and self.load_failure is None and not self._stop.is_set():
-            self._context.engine_or_none = loaded.result()
+            self._context.attach(loaded.result())
             self._on_ready(loaded.result(), url_of(self._listener))
             await asyncio.wait(waited - {loaded}, return_when=asyncio.FIRST_COMPLETED)
         await self._end(serving)
@@ -194,8 +194,7 @@ class ServerProcess:
             if not draining.done():
                 draining.cancel()
                 await asyncio.gather(draining, return_exceptions=True)
-            await asyncio.to_thread(engine.close)
-            await asyncio.sleep(0)
+                await asyncio.to_thread(engine.close)
         self._server.should_exit = True
         await serving
 
