@@ -45,10 +45,9 @@ class Node:
 
 
 def expand(node: Node) -> None:
-    """Draw the next sentences."""
+    """Draw next sentences."""
     branches = node.state.fork(NUM_CHILDREN)
-    branches.gen("sentence", max_tokens=28, stop=(".", "\n"), temperature=0.9)
-    branches += "."
+    branches.gen("sentence", max_tokens=28, stop=".", include_stop=True, temperature=0.9)
     node.children = [Node(branch, node) for branch in branches]
 
 

@@ -31,7 +31,7 @@ Reasoning: 2 pens cost 2 * 1 = 2 pounds. 8 - 2 = 6.
 Answer: 6
 
 """
-QUESTION = "Tom has 5 apples and his aunt gives him 3 bags with 2 apples each. How many apples has he now?"
+QUESTION = "There are 7 birds in the tree and 5 more come. Then 2 of them fly away. How many birds are in the tree?"
 NUM_CHAINS = 10
 
 
@@ -39,7 +39,7 @@ async def solve(program: AsyncProgram) -> str:
     trunk = program.start(f"{EXAMPLES}Question: {QUESTION}\nReasoning:")
     chains = await trunk.fork(NUM_CHAINS)
     await asyncio.gather(
-        *(chain.gen("reasoning", max_tokens=48, stop="\nQuestion:", temperature=0.7) for chain in chains)
+        *(chain.gen("reasoning", max_tokens=56, stop="\nQuestion:", temperature=0.4) for chain in chains)
     )
     votes: Counter[str] = Counter()
     for chain in chains:

@@ -32,13 +32,20 @@ Action: stock[pears]
 Result: 45
 Action: calculate[45 - 5]
 Result: 40
-Action: finish[40 pears are left.]
+Action: finish[40]
+
+Question: How many nuts are there when 7 more are brought?
+Action: stock[nuts]
+Result: 18
+Action: calculate[18 + 7]
+Result: 25
+Action: finish[25]
 
 """
 QUESTIONS = (
     "How many apples are left when 20 are sold?",
     "How many plums are left when 100 are sold?",
-    "How many nuts are there when 6 more are brought?",
+    "How many apples are there when 30 more are brought?",
     "How many pears are left when 40 are sold?",
 )
 MAX_TURNS = 5
@@ -60,11 +67,6 @@ def calculate(expression: str) -> str:
         return "that cannot be computed"
 
 
-def stock(item: str) -> str:
-    """How many there are."""
-    return str(STOCK.get(item.strip().lower(), "no such item"))
-
-
 def agent(state: State, question: str) -> str:
     """One agent's run, up to its answer."""
     state += f"{INSTRUCTIONS}Question: {question}\n"
@@ -72,11 +74,14 @@ def agent(state: State, question: str) -> str:
         state += "Action:"
         tool = state.select([" stock", " calculate", " finish"])
         state += "["
-        argument = state.gen(max_tokens=24, stop=("]", "\n"), temperature=0.0)
+        if tool == " stock":
+            argument = state.select(list(STOCK))
+        else:
+            argument = state.gen(max_tokens=24, stop=("]", "\n"), temperature=0.0)
         state += "]\n"
         if tool == " finish":
             return argument
-        state += f"Result: {stock(argument) if tool == ' stock' else calculate(argument)}\n"
+        state += f"Result: {STOCK[argument] if tool == ' stock' else calculate(argument)}\n"
     return "no answer"
 
 
