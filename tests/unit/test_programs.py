@@ -103,13 +103,17 @@ async def test_token_ids_only_grow_and_pieces_are_encoded_by_themselves(program:
     state += " and "
     state += "then"
     assert state.text == f"Hello{first} and then"
-    second = await state.gen("second", max_tokens=3)
+    second = await state.gen("second", max_tokens=3, logprobs=0)
     assert ids_of(state)[: len(kept) + 9] == [*kept, *b" and then"]
     assert (state["first"], state["second"]) == (first, second)
     assert state.text == f"Hello{first} and then{second}"
     detail = state.details["second"]
     assert isinstance(detail, GeneratedSequence)
     assert detail.finish_reason is FinishReason.LENGTH
+    before = ids_of(state)[:-3]
+    assert [item.logprob for item in detail.logprobs or ()] == pytest.approx(
+        RankingRunner.logprobs_of(before, ids_of(state)[-3:])
+    )
     # All but the last drawn token of the first answer was in the tree.
     assert detail.cached_tokens == len(kept) - 1
 
@@ -175,8 +179,7 @@ async def test_the_end_of_text_token_is_not_kept(program: AsyncProgram) -> None:
     assert ids_of(state) == kept
 
 
-async def test_select_takes_the_likeliest_and_costs_only_its_rows(engine: AsyncEngine) -> None:
-    program = AsyncProgram(engine, seed=1)
+async def test_select_takes_the_likeliest_and_costs_only_its_rows(program: AsyncProgram, engine: AsyncEngine) -> None:
     state = program.start(THOUGHT)
     choices = [" yes", " no", " perhaps so"]
     prompt = b"\x01" + THOUGHT.encode()
@@ -191,6 +194,10 @@ async def test_select_takes_the_likeliest_and_costs_only_its_rows(engine: AsyncE
     assert engine.stats()["num_prefill_rows"] <= len(prompt) + 2 * rows
     with pytest.raises(InvalidRequestError, match="nothing to choose"):
         await state.select([])
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        await program.start().select(["a"])
+    with pytest.raises(InvalidRequestError, match="choice is empty"):
+        await state.select(["a", ""])
 
 
 # --- branches ---
@@ -222,12 +229,19 @@ async def test_a_cold_trunk_is_computed_once_for_branches_that_start_together(
     assert engine.stats()["num_prefill_rows"] <= len(THOUGHT) + 1 + 7
 
 
-async def test_without_sharing_the_answers_are_the_same_and_all_is_computed(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize("through_server", [False, True])
+async def test_without_sharing_the_answers_are_the_same_and_all_is_computed(
+    engine: AsyncEngine, through_server: bool
+) -> None:
+    transport = httpx.ASGITransport(create_app(engine))
+
     async def run(share: bool) -> tuple[list[str], AsyncProgram]:
-        program = AsyncProgram(engine, SHORT, seed=11, share=share)
+        target = ServerBackend("http://server", share=share, transport=transport) if through_server else engine
+        program = AsyncProgram(target, SHORT, seed=11, share=share)
         branches = await program.start(THOUGHT).fork(5)
         texts = list(await asyncio.gather(*(branch.gen() for branch in branches)))
         texts += await asyncio.gather(*(branch.select(["a", "bc"]) for branch in branches))
+        await program.close()
         return texts, program
 
     shared, with_tree = await run(True)

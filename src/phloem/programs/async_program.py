@@ -184,7 +184,7 @@ class AsyncState:
         return sequence.text
 
     async def select(self, choices: Sequence[str], name: str | None = None, *, by: Rule = "mean") -> str:
-        """Let the model choose: the text to which it gives the highest logprob, per token (`mean`) or in all (`total`).
+        """Let the model choose: the text to which it gives the highest logprob, per token (`mean`) or in `total`.
 
         Ties go to the first. What is cached of the state is not computed again: a choice costs its own tokens and one
         row. The choice is kept in the state and under `name`.
@@ -194,7 +194,11 @@ class AsyncState:
         with self._alone():
             await self._flush()
             backend = self.program.backend
+            if not self._token_ids:
+                raise InvalidRequestError("the prompt is empty: add text before the first choice", param="prompt")
             ids = [await backend.encode(choice, False) for choice in choices]
+            if not all(ids):
+                raise InvalidRequestError("a choice is empty: at least one token is needed", param="choices")
             scores, usage = await backend.score(self._token_ids, ids)
             self.program.usage = self.program.usage.plus(usage)
             values = [score.mean if by == "mean" else score.total for score in scores]

@@ -38,7 +38,7 @@ class Backend(Protocol):
     async def score(
         self, token_ids: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> tuple[list[Score], Usage]:
-        """Logprobs of each continuation."""
+        """Logprobs of each continuation; neither it nor `token_ids` is empty."""
 
     async def close(self) -> None:
         """Free what the backend itself opened."""

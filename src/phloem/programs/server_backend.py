@@ -98,36 +98,33 @@ class ServerBackend:
     async def score(
         self, token_ids: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> tuple[list[Score], Usage]:
-        each = await gather_or_cancel(self._score(token_ids, one) for one in continuations)
-        usage = Usage()
-        for _, cost in each:
-            usage = usage.plus(cost)
-        return [score for score, _ in each], usage
+        inputs = [[*token_ids, *continuation] for continuation in continuations]
+        body = {
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            # Scores begin with the token after this one.
+            "logprob_start_len": len(token_ids) - 1,
+        }
+        # One request for all; without sharing one for each, since a salt goes with a request.
+        batches = [inputs] if self._share else [[ids] for ids in inputs]
+        parts = await gather_or_cancel(
+            self._post("/generate", self._salted({**body, "input_ids": batch})) for batch in batches
+        )
+        answers = [answer for part in parts for answer in part]
+        metas = [answer["meta_info"] for answer in answers]
+        usage = Usage(sum(meta["prompt_tokens"] for meta in metas), sum(meta["cached_tokens"] for meta in metas), 0)
+        return [_score(meta, one) for meta, one in zip(metas, continuations, strict=True)], usage
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
         if self._client is not None:
             await self._client.aclose()
 
-    async def _score(self, token_ids: Sequence[int], continuation: Sequence[int]) -> tuple[Score, Usage]:
-        body = {
-            "input_ids": [*token_ids, *continuation],
-            "sampling_params": {"max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": len(token_ids),
-        }
-        meta = (await self._post("/generate", self._salted(body)))["meta_info"]
-        entries = meta["input_token_logprobs"][-len(continuation) :]
-        if [entry[1] for entry in entries] != list(continuation):
-            raise PhloemError(f"{self._url}/generate scored other tokens than those it was asked for")
-        score = Score(tuple(continuation), tuple(float(entry[0]) for entry in entries))
-        return score, Usage(meta["prompt_tokens"], meta["cached_tokens"], 0)
-
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
         return body if self._share else {**body, "cache_salt": uuid4().hex}
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that the server answers with; waits and tries again while its queue is full."""
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that the server answers with; waits and tries again while its queue is full."""
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._url,
@@ -148,8 +145,14 @@ class ServerBackend:
             await asyncio.sleep(_retry_after_s(response))
         if response.status_code != 200:
             raise _error(response)
-        answer: dict[str, Any] = response.json()
-        return answer
+        return response.json()
+
+
+def _score(meta: dict[str, Any], continuation: Sequence[int]) -> Score:
+    entries = meta["input_token_logprobs"][-len(continuation) :]
+    if [entry[1] for entry in entries] != list(continuation):
+        raise PhloemError("the server scored other tokens than those it was asked for")
+    return Score(tuple(continuation), tuple(float(entry[0]) for entry in entries))
 
 
 def _retry_after_s(response: httpx.Response) -> float:
