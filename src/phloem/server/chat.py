@@ -144,7 +144,8 @@ class ChatView:
         """The choices to send for one delta: the role first, one chunk for each event, the reason last."""
         deltas: list[dict[str, Any]] = [_event_json(item) for item in events]
         logprobs = self._logprobs(delta) if delta.logprobs else None
-        if logprobs is not None and not deltas:
+        shows_ids = bool(self.job.body.return_token_ids and delta.token_ids)
+        if (logprobs is not None or shows_ids) and not deltas:
             deltas.append({"content": ""})
         if first:
             role = {"role": "assistant", "content": "" if not events or isinstance(events[0], Content) else None}
@@ -154,7 +155,7 @@ class ChatView:
         ]
         if logprobs is not None:
             chunks[-1]["logprobs"] = logprobs
-        if self.job.body.return_token_ids and chunks:
+        if shows_ids:
             chunks[-1]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
             chunks.append(
