@@ -22,6 +22,7 @@ from phloem.config import EvictionPolicy, SchedulePolicy
 from phloem.errors import StepFailedError
 from phloem.kv.manager import KVCacheManager
 from phloem.models.load import LoadedModel, load_model
+from phloem.runner.native_runner import NativeRunner
 from phloem.runner.sampler import uniform
 from phloem.runner.torch_runner import TorchRunner
 from phloem.sched.scheduler import Scheduler
@@ -54,7 +55,11 @@ def make_torch(model: LoadedModel, num_slots: int) -> TorchRunner:
     return runner
 
 
-BACKENDS = {"torch": Backend(make_torch, exact=False)}
+def make_native(model: LoadedModel, num_slots: int) -> NativeRunner:
+    return NativeRunner(model.spec, model.weights, num_slots=num_slots, num_threads=1, max_len=MAX_LEN)
+
+
+BACKENDS = {"torch": Backend(make_torch, exact=False), "native": Backend(make_native, exact=True)}
 
 
 @dataclass
