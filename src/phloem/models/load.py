@@ -57,7 +57,7 @@ def load_model(
 
     `max_len` is the context that will be served (0: the model's own); `chat_template` is the text of a template that
     replaces the model's; `dummy` makes random weights from the spec, and needs no weight files in a folder.
-    Raises UsageError if there is nothing at `path`, CheckpointError if what is there cannot be served.
+    Raises UsageError if there is nothing at `path` or `max_len` is more than the model can do, CheckpointError if what is there cannot be served.
     """
     path = Path(path)
     report = progress or (lambda _: None)
@@ -98,7 +98,7 @@ def _load_gguf(
     weights = random_weights(spec) if dummy else read_gguf_weights(file, spec)
     report(LoadProgress("building the tokenizer", 0.6))
     tokenizer = tokenizer_from_gguf(file.metadata, path.name, chat_template)
-    return _agreeing(LoadedModel(spec, weights, tokenizer, path.stem, path), report)
+    return _agreeing(LoadedModel(spec, weights, tokenizer, path.stem, path), max_len, report)
 
 
 def _load_folder(
@@ -114,11 +114,16 @@ def _load_folder(
     weights = random_weights(spec) if dummy else read_safetensors_weights(path, spec)
     report(LoadProgress("building the tokenizer", 0.4))
     tokenizer = tokenizer_from_folder(path, chat_template)
-    return _agreeing(LoadedModel(spec, weights, tokenizer, path.resolve().name, path), report)
+    return _agreeing(LoadedModel(spec, weights, tokenizer, path.resolve().name, path), max_len, report)
 
 
-def _agreeing(model: LoadedModel, report: Callable[[LoadProgress], None]) -> LoadedModel:
-    """Refuse a tokenizer whose ids lie outside the embedding: they would read foreign memory."""
+def _agreeing(model: LoadedModel, max_len: int, report: Callable[[LoadProgress], None]) -> LoadedModel:
+    """Refuse a context that the rotary tables are not made for, and token ids that lie outside the embedding."""
+    spec = model.spec
+    stretched = int(spec.rope.original_max_position * spec.rope.factor) if spec.rope.kind == "yarn" else 0
+    limit = max(spec.max_position_embeddings, stretched)
+    if max_len > limit:
+        raise UsageError(f"{model.path.name} is made for {limit} tokens, --max-model-len {max_len} is more")
     if model.tokenizer.vocab_size > model.spec.vocab_size:
         raise CheckpointError(
             f"{model.path.name}: the tokenizer has {model.tokenizer.vocab_size} tokens, but the weights only "

@@ -94,3 +94,15 @@ def test_a_copied_model_needs_nothing_but_its_files(folder: Path, tmp_path: Path
 
 def test_a_given_template_replaces_the_models(folder: Path) -> None:
     assert load_model(folder, chat_template="T").tokenizer.render_chat([{"role": "user", "content": "x"}]) == "T"
+
+
+def test_a_context_beyond_the_models_is_refused(folder: Path) -> None:
+    load_model(folder, max_len=256)
+    with pytest.raises(UsageError, match=r"made for 256 tokens, --max-model-len 257 is more"):
+        load_model(folder, max_len=257)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    load_model(folder, max_len=1024)
+    with pytest.raises(UsageError, match="made for 1024 tokens"):
+        load_model(folder, max_len=1025)
