@@ -57,7 +57,8 @@ def load_model(
 
     `max_len` is the context that will be served (0: the model's own); `chat_template` is the text of a template that
     replaces the model's; `dummy` makes random weights from the spec, and needs no weight files in a folder.
-    Raises UsageError if there is nothing at `path` or `max_len` is more than the model can do, CheckpointError if what is there cannot be served.
+    Raises UsageError if there is nothing at `path` or `max_len` is more than the model can do, CheckpointError if
+    what is there cannot be served.
     """
     path = Path(path)
     report = progress or (lambda _: None)
