@@ -59,7 +59,7 @@ def read_safetensors_weights(folder: Path, spec: ModelSpec) -> dict[str, RawTens
             tensor, ours = found[name], _canonical(name, path)
             weights[ours] = RawTensor(ours, tensor.shape, tensor.format, tensor.data)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    check_weights(spec, shapes, _hf_name, folder.name)
+    check_weights(spec, shapes, hf_name, folder.name)
     return weights
 
 
@@ -196,7 +196,7 @@ def _canonical(name: str, path: Path) -> str:
     raise CheckpointError(f"{path.name}: unexpected tensor {name}: the model has parts that are not served")
 
 
-def _hf_name(name: str) -> str:
+def hf_name(name: str) -> str:
     """Canonical name to Hugging Face's."""
     for theirs, ours in _TOP.items():
         if ours == name:
