@@ -79,5 +79,7 @@ def _bench(rest: list[str]) -> int:
         print(f"usage: phloem bench {{{','.join(BENCHMARKS)}}} [...]")
         return 0 if rest else 2
     if rest[0] not in BENCHMARKS:
-        raise UsageError(f"unknown benchmark {rest[0]!r}{suggestion(rest[0], BENCHMARKS)}; there are: {BENCHMARKS}")
+        raise UsageError(
+            f"unknown benchmark {rest[0]!r}{suggestion(rest[0], BENCHMARKS)} (there are {', '.join(BENCHMARKS)})"
+        )
     return int(import_module(f"phloem.bench.{rest[0]}").main(rest[1:]))

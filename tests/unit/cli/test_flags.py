@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from phloem import bench
 from phloem.cli.flags import ALIASES, FLASHINFER_WARNING, LRU_WARNING, dashed, field_docs, modernise
-from phloem.cli.main import main
+from phloem.cli.main import BENCHMARKS, main
 from phloem.cli.serve_args import parse_run, parse_serve
 from phloem.config import EngineConfig, ServerConfig
 from phloem.errors import UsageError
@@ -169,3 +170,9 @@ def test_exit_codes(words: list[str], code: int, stderr: str, capsys: pytest.Cap
 def test_informing_commands_succeed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert "phloem" in capsys.readouterr().out
+
+
+def test_every_benchmark_has_a_command() -> None:
+    folder = Path(bench.__file__).parent
+    programs = {path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text(encoding="utf-8")}
+    assert programs == set(BENCHMARKS)
