@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from phloem.errors import InvalidRequestError
@@ -228,7 +228,7 @@ class GrammarCompiler:
             check_repeats(grammar.text, param)
         try:
             source = _to_source(grammar)
-        except ValueError as error:
+        except (ValueError, GbnfToLarkError, RecursionError) as error:
             raise InvalidRequestError(f"{param}: {_reason(str(error))}", param=param) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
         if matcher.is_error():

@@ -165,12 +165,13 @@ class _ChoiceStream:
                 entries = _prompt_entries(self._prompt, self._scores) + entries
                 self._owes_scores = False
             logprobs = self._logprobs.add(entries, int(self._prompt.token_ids[0])) if entries else None
-        if not (text or logprobs or finish):
+        shows_ids = bool(self._job.body.return_token_ids and delta.token_ids)
+        if not (text or logprobs or finish or shows_ids):
             return None
         result: dict[str, Any] = {"index": self._choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
         if finish is not None:
             result["stop_reason"] = delta.stop_reason
-        if self._job.body.return_token_ids:
+        if shows_ids:
             result["token_ids"] = delta.token_ids
         return result
 

@@ -12,7 +12,11 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_RESERVED_FILES = 64
+ACCEPT_BATCH = 64
+"""Connections that the event loop accepts in one go. Those over the limit are closed a turn or two later, so the file
+descriptors of a few such batches stay in reserve: running out of them would stall accepting for seconds."""
+
+_RESERVED_FILES = 64 + 3 * ACCEPT_BATCH
 _MAX_CONNECTIONS = 16384
 
 

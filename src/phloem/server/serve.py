@@ -22,11 +22,12 @@ from fastapi import FastAPI
 from phloem.config import ServerConfig
 from phloem.errors import StartupError
 from phloem.server.app import create_app
-from phloem.server.connections import ConnectionLimits, GuardedProtocol, raise_file_limit
+from phloem.server.connections import ACCEPT_BATCH, ConnectionLimits, GuardedProtocol, raise_file_limit
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Engine
 
 _KEEP_ALIVE_S = 75
+_KERNEL_BACKLOG = 2048
 _CLOSE_TIMEOUT_S = 3
 _MAX_HEAD_BYTES = 64 * 1024
 
@@ -59,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(_KERNEL_BACKLOG)
     except OSError as error:
         listener.close()
         raise StartupError(
@@ -77,7 +78,13 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals to us."""
+    """uvicorn that leaves signals to us and takes connections in small batches."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and let the kernel queue more connections than the event loop accepts in one go."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_KERNEL_BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -97,6 +104,7 @@ def make_uvicorn(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Server:
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        backlog=ACCEPT_BATCH,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
     )
     return _Uvicorn(config)
