@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
+import io
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any
 
 from phloem import Engine, EngineConfig
@@ -33,7 +34,8 @@ def run(description: str, solve: Callable[..., Any]) -> None:
         print(f"\nwith the tree:    {_cost(usage, seconds)}")
         print(f"prefilled {_ratio(usage.num_prompt_tokens, usage.num_computed_tokens)} less than without a cache")
         if args.compare:
-            again, alone, seconds_alone = _timed(solve, target, args, share=False)
+            with redirect_stdout(io.StringIO()):
+                again, alone, seconds_alone = _timed(solve, target, args, share=False)
             print(f"without sharing:  {_cost(alone, seconds_alone)}")
             same = "the same answer" if again == answer else "another answer"
             print(f"{same}, and {_ratio(seconds_alone, seconds)} the time")

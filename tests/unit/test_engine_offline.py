@@ -234,9 +234,12 @@ async def test_the_async_engine_has_the_same_calls() -> None:
 def test_the_demo_model(demo_model: Path) -> None:
     config = EngineConfig(model=str(demo_model), max_total_tokens=4096, max_model_len=2048)
     with Engine.load(config) as engine:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        answer = engine.generate(question, SamplingParams(temperature=0.0, max_tokens=12))
-        assert "Paris" in answer.text
+        chat = [
+            {"role": "system", "content": "You answer in one short sentence."},
+            {"role": "user", "content": "What is the capital city of France?"},
+        ]
+        answer = engine.generate(chat, SamplingParams(temperature=0.0, max_tokens=12))
+        assert "Paris" in answer.text, answer.text
         right, wrong = engine.score("The capital of France is", [" Paris", " Tokyo"])
         assert right.total > wrong.total
         forked = engine.fork(answer.handle(), 2, SamplingParams(temperature=0.0, max_tokens=3))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -404,6 +406,21 @@ def test_map_runs_items_at_once_and_repeats_by_seed(blocking: Engine) -> None:
     runs = [Program(blocking, SHORT, seed=1).map(ask, questions) for _ in range(2)]
     assert runs[0] == runs[1]
     assert len(set(runs[0])) == 12
+
+
+@pytest.mark.parametrize("name", ["tree_of_thoughts", "self_consistency", "monte_carlo_tree_search", "tool_agent"])
+def test_the_examples_run_and_share(name: str, blocking: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    solve = importlib.import_module(name).solve
+    if inspect.iscoroutinefunction(solve):
+        program: Any = AsyncProgram(blocking.async_engine, seed=1)
+        answer = blocking.run(solve(program))
+    else:
+        program = Program(blocking, seed=1)
+        answer = solve(program)
+    assert answer
+    assert program.usage.num_prompt_tokens >= 5 * program.usage.num_computed_tokens
+    assert program.usage.num_computed_tokens <= blocking.stats()["num_prefill_rows"]
 
 
 def test_the_demo_model_answers_and_chooses(demo_model: Path) -> None:
