@@ -54,7 +54,9 @@ install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee -a "$venv/install.log" |
     while IFS= read -r line; do
       case $line in
-        *Downloading*" MB)" | *"Building editable"*:\ started* | "Installing collected packages"*) printf '  %.150s\n' "$line" >&2 ;;
+        *"Building editable"*:\ started*) echo "  compiling the native code (a minute or two)" >&2 ;;
+        "Installing collected packages"*) echo "  unpacking" >&2 ;;
+        *Downloading*" MB)") printf '  %.100s\n' "${line#"${line%%[![:space:]]*}"}" >&2 ;;
       esac
     done || {
     tail -n 40 "$venv/install.log" >&2
