@@ -88,6 +88,14 @@ def hits(records: Sequence[Record]) -> dict[str, float | None]:
     }
 
 
+def risen(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """How far an engine's counters rose; figures that are of now are left out."""
+    counters = (
+        name for name in after if name.startswith(("num_", "kv_num_evicted", "kv_num_inserted", "kv_num_flushed"))
+    )
+    return {name: after[name] - before.get(name, 0) for name in counters if name not in ("num_running", "num_waiting")}
+
+
 def result(
     workload: Workload,
     run: Run,

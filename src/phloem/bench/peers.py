@@ -258,13 +258,13 @@ async def _measure(peer: Peer, place: Place, arguments: argparse.Namespace) -> l
             kind, sizes = WORKLOADS[name]
             workload = make_workload(kind, sizes, arguments.seed)
             how = argparse.Namespace(warm=False, concurrency=0, inflight=BATCH)
-            run, memory = await measure(client, workload, how, pid=server.pid)
+            run, memory, counters = await measure(client, workload, how, pid=server.pid)
             await find_ideal(run, client, str(place.model))
             value = metrics.result(
                 workload,
                 run,
                 label=peer.label,
-                target={"command": " ".join(peer.command(place, port)), "started_here": True},
+                target={"command": " ".join(peer.command(place, port)), "started_here": True, "counters": counters},
                 load={"inflight": BATCH, "fixed_output": True},
                 memory=memory,
             )

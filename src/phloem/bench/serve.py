@@ -150,7 +150,7 @@ async def _measure(arguments: argparse.Namespace, server_arguments: list[str]) -
             await server.wait_ready()
         await client.connect()
         pid = server.pid if server else arguments.pid
-        run, memory = await measure(client, workload, arguments, pid=pid)
+        run, memory, counters = await measure(client, workload, arguments, pid=pid)
         await find_ideal(run, client, arguments.tokenizer)
     finally:
         client.close()
@@ -160,7 +160,13 @@ async def _measure(arguments: argparse.Namespace, server_arguments: list[str]) -
         workload,
         run,
         label=arguments.label or ("phloem" if server else client.model),
-        target={"url": client.url, "model": client.model, "started_here": server is not None},
+        target={
+            "url": client.url,
+            "model": client.model,
+            "started_here": server is not None,
+            "arguments": server_arguments,
+            "counters": counters,
+        },
         load={name: getattr(arguments, name) for name in ("concurrency", "inflight", "rate", "fixed_output", "warm")},
         memory=memory,
     )
@@ -168,13 +174,17 @@ async def _measure(arguments: argparse.Namespace, server_arguments: list[str]) -
 
 async def measure(
     client: OpenAIClient, workload: Workload, arguments: argparse.Namespace, *, pid: int | None
-) -> tuple[Run, list[tuple[float, int]]]:
-    """Warm up, flush unless told not to, drive the workload; return the run and memory samples of `pid`."""
+) -> tuple[Run, list[tuple[float, int]], dict[str, float]]:
+    """Warm up, flush unless told not to, drive the workload.
+
+    Returns the run, memory samples of `pid`, and how far the server's own counters rose where it shows them.
+    """
     for index in range(2):
         prompt = TextModel("warm-up", index).prose(60)
         await client.send(Exchange(Job(({"role": "user", "content": prompt},), max_tokens=8), Record("warm-up", index)))
     if not arguments.warm:
         await client.call("POST", "/flush_cache")
+    before = await _counters(client)
     with progress_bar(workload.name, workload.num_jobs) as advance:
         async with MemoryWatch(pid) as watch:
             run = await drive(
@@ -184,7 +194,12 @@ async def measure(
                 inflight=arguments.inflight,
                 on_done=lambda _record: advance(),
             )
-    return run, watch.samples
+    return run, watch.samples, metrics.risen(before, await _counters(client))
+
+
+async def _counters(client: OpenAIClient) -> dict[str, float]:
+    info = await client.call("GET", "/server_info")
+    return dict(info["stats"]) if isinstance(info, dict) and "stats" in info else {}
 
 
 async def find_ideal(run: Run, client: OpenAIClient, tokenizer: str | None) -> None:
@@ -234,8 +249,25 @@ def show(value: dict[str, Any]) -> None:
         f"{figures['output_tokens']:,} output tokens"
     )
     console.print(f"hit rate {percent(figures['hit_rate'])} of prompt tokens; {ideal_words(figures)}")
+    console.print(server_words(value), end="")
     if figures["num_errors"]:
         console.print(f"[bold red]{figures['num_errors']} requests failed[/]: {figures['errors']}")
+
+
+def server_words(value: dict[str, Any]) -> str:
+    """Evictions, retractions and memory, as far as they are known; else nothing."""
+    counters, memory = value["target"].get("counters"), value["memory"]
+    words = ""
+    if counters:
+        words += (
+            f"server: {counters['kv_num_evicted_pages']:,.0f} pages evicted, {counters['num_retractions']:,.0f} "
+            f"retractions, {counters['num_failed']:,.0f} failed\n"
+        )
+    if memory:
+        sizes = [size / 2**20 for _, size in memory]
+        middle = sizes[len(sizes) // 2]
+        words += f"memory: {sizes[0]:,.0f} MiB at the start, {middle:,.0f} half-way, {sizes[-1]:,.0f} at the end\n"
+    return words
 
 
 def ideal_words(figures: dict[str, Any]) -> str:

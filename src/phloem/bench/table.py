@@ -174,7 +174,7 @@ async def _measure(column: Column, agents: int, arguments: argparse.Namespace) -
         workload,
         run,
         label=column.label,
-        target={"engine": engine.describe(), "counters": _risen(before, after)},
+        target={"engine": engine.describe(), "counters": metrics.risen(before, after)},
         load={"concurrency": agents, "fixed_output": True},
         memory=memory,
     )
@@ -210,14 +210,6 @@ def _kv_memory(engine: AsyncEngine) -> Iterator[list[tuple[float, int]]]:
         yield samples
     finally:
         task.cancel()
-
-
-def _risen(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    return {
-        name: value - before.get(name, 0)
-        for name, value in after.items()
-        if name.startswith(("num_", "kv_num_evicted"))
-    }
 
 
 def _digest(run: Run) -> str:

@@ -44,6 +44,8 @@ class FakeServer:
             writer.close()
 
     async def answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if path == "/health":
+            return self.send_json(writer, 200, {})
         if path == "/v1/models":
             return self.send_json(writer, 200, {"data": [{"id": "fake"}]})
         if path not in ("/v1/chat/completions", "/v1/completions"):
