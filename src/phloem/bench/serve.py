@@ -248,7 +248,7 @@ def show(value: dict[str, Any]) -> None:
         f"{figures['requests_per_s']:.2f} requests/s; {figures['prompt_tokens']:,} prompt tokens, "
         f"{figures['output_tokens']:,} output tokens"
     )
-    console.print(f"hit rate {percent(figures['hit_rate'])} of prompt tokens; {ideal_words(figures)}")
+    console.print(f"hit rate {percent(figures['hit_rate'])}; {ideal_words(figures)}")
     console.print(server_words(value), end="")
     if figures["num_errors"]:
         console.print(f"[bold red]{figures['num_errors']} requests failed[/]: {figures['errors']}")
@@ -274,7 +274,8 @@ def ideal_words(figures: dict[str, Any]) -> str:
     """The ideal hit rate and how much of it was reached, or how to get it."""
     if figures["ideal_hit_rate"] is None:
         return "ideal unknown (give --tokenizer)"
-    return f"ideal {percent(figures['ideal_hit_rate'])}, reached {percent(figures['ideal_fraction'])} of it"
+    reached = f", reached {percent(figures['ideal_fraction'])} of it" if figures["ideal_fraction"] is not None else ""
+    return f"ideal {percent(figures['ideal_hit_rate'])}{reached}"
 
 
 def percent(value: float | None) -> str:
