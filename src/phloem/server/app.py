@@ -18,7 +18,7 @@ from starlette.responses import Response
 import phloem
 from phloem.config import ServerConfig
 from phloem.errors import PhloemError
-from phloem.server import admin, chat, completions, native
+from phloem.server import admin, anthropic, chat, completions, native, responses
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Engine
 from phloem.server.http_errors import on_http_exception, on_phloem_error
@@ -58,6 +58,11 @@ def _add_routes(app: FastAPI) -> None:
     """Every route of the server."""
     _post(app, "/v1/chat/completions", chat.chat_completions, ChatBody)
     _post(app, "/v1/completions", completions.completions, CompletionBody)
+    _post(app, "/v1/messages", anthropic.messages, anthropic.MessagesBody)
+    _post(app, "/v1/messages/count_tokens", anthropic.count_tokens, anthropic.MessagesBody)
+    _post(app, "/v1/responses", responses.create, responses.ResponsesBody)
+    _get(app, "/v1/responses/{response_id}", responses.retrieve)
+    _route(app, "DELETE", "/v1/responses/{response_id}", responses.delete, {})
     _post(app, "/generate", native.generate, native.GenerateBody)
     _post(app, "/v1/embeddings", native.embeddings)
     for path in ("/abort", "/abort_request"):

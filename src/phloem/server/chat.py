@@ -74,7 +74,7 @@ class ChatView:
         async with aclosing(job.generation.deltas()) as items:
             async for choice, delta in items:
                 extend(answers[choice], delta)
-                for item in parsers[choice].push(delta.text, delta.finish_reason is not None):
+                for item in job.read(parsers[choice], delta):
                     messages[choice].add(item)
         choices = [self._choice(i, answers[i], messages[i]) for i in range(num_choices)]
         return {**self._envelope("chat.completion", choices), "usage": job.generation.usage.as_openai()}
@@ -126,7 +126,7 @@ class ChatView:
         try:
             async with aclosing(job.generation.deltas()) as items:
                 async for choice, delta in items:
-                    events = parsers[choice].push(delta.text, delta.finish_reason is not None)
+                    events = job.read(parsers[choice], delta)
                     has_calls[choice] |= any(isinstance(item, CallStart) for item in events)
                     for chunk in self._chunks(choice, delta, events, not started[choice], has_calls[choice]):
                         yield event(to_json({**self._envelope("chat.completion.chunk", [chunk]), **extra}))

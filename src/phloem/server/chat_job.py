@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
+
+from pydantic import ValidationError
 
 from phloem.errors import InvalidRequestError, UnsupportedError
 from phloem.server.context import Caller, ServerContext
 from phloem.server.engine_api import Tokenizer
-from phloem.server.events import AnswerParser
+from phloem.server.events import AnswerParser, Event, Reasoning
 from phloem.server.generation import Generation
+from phloem.server.http_errors import from_validation
 from phloem.server.messages import (
     Conversation,
     check_template_kwargs,
@@ -21,12 +25,14 @@ from phloem.server.messages import (
     normalise,
     tools_as_json,
 )
+from phloem.server.prompts import Prompt
 from phloem.server.protocol import ChatBody
 from phloem.server.reasoning import opens_thoughts
 from phloem.server.requests import make_request
 from phloem.server.sampling import CONSTRAINED, chat_max_tokens, num_choices, sampling_params
 from phloem.server.structured import AnswerGrammar, answer_grammar
 from phloem.server.tools import ToolPlan, calls_or, forced_grammar, plan_tools, with_instructions
+from phloem.types import TextDelta
 
 
 @dataclass(slots=True)
@@ -40,6 +46,14 @@ class ChatJob:
     generation: Generation
     make_parser: Callable[[], AnswerParser]
 
+    def read(self, parser: AnswerParser, delta: TextDelta) -> list[Event]:
+        """The events of a delta; tokens that were thoughts are counted as such."""
+        events = parser.push(delta.text, delta.finish_reason is not None)
+        if events and all(isinstance(item, Reasoning) for item in events):
+            usage = self.generation.usage
+            usage.reasoning_tokens = (usage.reasoning_tokens or 0) + len(delta.token_ids)
+        return events
+
 
 async def prepare_chat(
     context: ServerContext, caller: Caller, body: ChatBody, *, id_prefix: str = "chatcmpl-"
@@ -48,8 +62,7 @@ async def prepare_chat(
     model = context.check_model(body.model)
     n = num_choices(body)
     check_chat_fields(body)
-    plan = plan_tools(body, context.answer_form)
-    conversation = conversation_of(body, plan)
+    prompt, plan = await encode_chat(context, body)
     masker = await context.maskers(chat_grammar(body, plan, context.engine.tokenizer), n)
     params = sampling_params(
         body,
@@ -58,7 +71,6 @@ async def prepare_chat(
         **(CONSTRAINED if masker else {}),
         **({"skip_special_tokens": False} if plan.keeps_special_tokens else {}),
     )
-    prompt = await encode_conversation(context, conversation)
     job_id = id_prefix + uuid4().hex
     request = make_request(
         context,
@@ -93,6 +105,20 @@ def chat_grammar(body: ChatBody, plan: ToolPlan, tokenizer: Tokenizer) -> Answer
     if asked is not None and plan.active:
         return calls_or(asked, plan, tokenizer)
     return asked
+
+
+def chat_body(fields: dict[str, Any]) -> ChatBody:
+    """A chat body from the fields of another API. Raises InvalidRequestError naming the field."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+async def encode_chat(context: ServerContext, body: ChatBody) -> tuple[Prompt, ToolPlan]:
+    """The prompt that a body makes."""
+    plan = plan_tools(body, context.answer_form)
+    return await encode_conversation(context, conversation_of(body, plan)), plan
 
 
 def check_chat_fields(body: ChatBody) -> None:

@@ -21,6 +21,7 @@ from phloem.engine.grammar import GrammarCompiler
 from phloem.errors import EngineUnavailableError, ModelNotFoundError, QueueFullError
 from phloem.server.engine_api import Engine, EngineState
 from phloem.server.metrics import ServerMetrics
+from phloem.server.response_store import ResponseStore
 from phloem.server.structured import AnswerGrammar
 from phloem.server.tools import AnswerForm, answer_form
 from phloem.types import Namespace, TokenMasker
@@ -50,6 +51,7 @@ class ServerContext:
     share_cache_across_keys: bool = False
     started_s: float = field(default_factory=time.time)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    stored: ResponseStore = field(default_factory=ResponseStore)
     jobs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Engine request ids of each HTTP request that is being answered, by the id that its client knows."""
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))

@@ -20,6 +20,16 @@ from phloem.errors import AuthenticationError, EngineUnavailableError, InvalidRe
 logger = logging.getLogger(__name__)
 
 _UNAVAILABLE_RETRY_S = 5
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -39,9 +49,16 @@ def error_headers(error: PhloemError) -> dict[str, str]:
     return {}
 
 
-def error_response(error: PhloemError) -> Response:
-    """A whole answer for an error. Those that are our fault say so without details."""
-    return json_response({"error": error_body(error)}, error.http_status, error_headers(error))
+def anthropic_error(error: PhloemError) -> dict[str, Any]:
+    """An error as clients of the Messages API read it."""
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(error: PhloemError, path: str = "") -> Response:
+    """A whole answer for an error, in the form of the API that `path` belongs to."""
+    body = anthropic_error(error) if path.startswith("/v1/messages") else {"error": error_body(error)}
+    return json_response(body, error.http_status, error_headers(error))
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -81,12 +98,12 @@ def _describe(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-async def on_phloem_error(_request: Request, error: Exception) -> Response:
+async def on_phloem_error(request: Request, error: Exception) -> Response:
     """Exception handler of our own errors."""
     assert isinstance(error, PhloemError)
     if error.http_status >= 500:
         logger.warning("answering %d: %s", error.http_status, error.message)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -65,12 +65,12 @@ class Guard:
         except ClientGoneError:
             logger.debug("client of request %s went away", request_id)
         except PhloemError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", request_id)
             if started:
                 raise
-            await error_response(internal_error(request_id))(scope, receive, send_with_id)
+            await error_response(internal_error(request_id), scope["path"])(scope, receive, send_with_id)
 
 
 def check_origin(headers: Headers) -> None:
