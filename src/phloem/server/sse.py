@@ -43,13 +43,13 @@ class EventStream(Response):
         *,
         closing: Callable[[], Awaitable[None]],
         headers: dict[str, str] | None = None,
-        keep_alive_s: float = KEEP_ALIVE_S,
+        keep_alive_s: float | None = None,
     ) -> None:
         head = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(None, 200, head, "text/event-stream; charset=utf-8")
         self._events = events
         self._closing = closing
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
         self._last_sent_s = 0.0
 
     def init_headers(self, headers: Any = None) -> None:

@@ -1,0 +1,180 @@
+"""What one request must not do to the others: freeze the loop, go silent, or be judged by how busy the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from phloem.server.anthropic import MessagesBody
+from phloem.server.native import AbortBody, GenerateBody
+from phloem.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from phloem.server.responses import ResponsesBody
+from phloem.server.sse import EventStream
+from tests.server.conftest import Running, serving
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
+
+Serve = Callable[..., Running]
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Takes as long as a large prompt does, without the interpreter lock, as the real one."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        if len(text) > 1000:
+            time.sleep(1.0)
+        return super().encode(text[:1000], add_special)
+
+
+def test_health_answers_at_once_under_load(serve: Serve) -> None:
+    server = serve(FakeEngine.saying("x" * 200, delay_s=0.02))
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(server.chat, "y" * 500) for _ in range(20)]
+        while server.engine.num_live < 20:
+            time.sleep(0.01)
+        with httpx.Client(base_url=server.url, timeout=1.0, trust_env=False) as client:
+            for _ in range(10):
+                assert client.get("/health").status_code == 200
+        assert all(answer.result().status_code == 200 for answer in answers)
+
+
+def test_large_prompts_do_not_hold_up_running_streams(serve: Serve) -> None:
+    engine = FakeEngine.saying("x" * 150, delay_s=0.02, tokenizer=SlowTokenizer(), max_model_len=100_000)
+    server = serve(engine)
+    gaps: list[float] = []
+    body = {"prompt": "hi", "stream": True, "max_tokens": 150}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        large = [
+            threading.Thread(
+                target=server.post, args=("/v1/completions", {"prompt": "y" * 10_000_000, "max_tokens": 1})
+            )
+            for _ in range(2)
+        ]
+        for thread in large:
+            thread.start()
+        last = time.monotonic()
+        for line in lines:
+            if line:
+                now = time.monotonic()
+                gaps.append(now - last)
+                last = now
+    for thread in large:
+        thread.join()
+    assert max(gaps) < 0.7, max(gaps)
+
+
+async def run_stream(events: AsyncGenerator[bytes, None], receive: Any, **options: Any) -> tuple[list[Message], bool]:
+    """Messages that a stream sends, and whether its generation was closed."""
+    sent: list[Message] = []
+    closed = False
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def closing() -> None:
+        nonlocal closed
+        closed = True
+
+    await EventStream(events, closing=closing, **options)({"type": "http"}, receive, send)
+    return sent, closed
+
+
+async def stay() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_silence_is_filled_with_comments() -> None:
+    async def slow() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.35)
+        yield b"data: 1\n\n"
+
+    sent, closed = await run_stream(slow(), stay, keep_alive_s=0.1)
+    bodies = [message.get("body") for message in sent[1:]]
+    assert bodies[:-2].count(b": keep-alive\n\n") in (2, 3, 4)
+    assert bodies[-2:] == [b"data: 1\n\n", b""]
+    assert closed
+
+
+async def test_generation_is_closed_even_if_it_never_began() -> None:
+    async def never() -> AsyncGenerator[bytes, None]:
+        yield b""
+
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    _, closed = await run_stream(never(), gone)
+    assert closed
+
+
+def test_official_client_ignores_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phloem.server.sse.KEEP_ALIVE_S", 0.05)
+    with serving(FakeEngine.saying("abc", delay_s=0.2)) as server:
+        raw = server.post("/v1/completions", {"prompt": "x", "stream": True}).text
+        assert ": keep-alive" in raw
+        parts = server.openai.completions.create(model="fake-model", prompt="x", stream=True)
+        assert "".join(part.choices[0].text for part in parts) == "abc"
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**65), 2**65)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "system", "x"]), "content": JSON}),
+    max_size=3,
+)
+BODIES = (ChatBody, CompletionBody, GenerateBody, MessagesBody, ResponsesBody, TokenizeBody, DetokenizeBody, AbortBody)
+FIELDS = sorted({name for body in BODIES for name in body.model_fields})
+ROUTES = ["/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/messages/count_tokens"]
+ROUTES += ["/v1/responses", "/tokenize", "/detokenize", "/abort", "/flush_cache", "/v1/embeddings"]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    with serving(FakeEngine.saying("ok", max_model_len=256)) as server:
+        yield server
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    route=st.sampled_from(ROUTES),
+    extra=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    messages=MESSAGES,
+    sound=st.booleans(),
+)
+def test_no_body_makes_a_500(shared: Running, route: str, extra: dict[str, Any], messages: Any, sound: bool) -> None:
+    """Any JSON in any known field of any route: an answer or a 4xx in JSON, never a fault of ours."""
+    base: dict[str, Any] = {
+        "max_tokens": 4,
+        "messages": messages,
+        "prompt": "a",
+        "input": "a",
+        "text": "a",
+        "tokens": [1],
+    }
+    if sound:
+        base["messages"] = [{"role": "user", "content": "a"}]
+    response = shared.post(route, {**base, **extra})
+    assert response.status_code in (200, 400, 404), (response.status_code, response.text)
+    if response.status_code != 200:
+        assert json.loads(response.text)["error"]["message"]
+    else:
+        assert "internal_error" not in response.text
