@@ -52,11 +52,11 @@ install() {
   local venv=$1
   shift
   "$venv/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee -a "$venv/install.log" |
-    while IFS= read -r line; do
+    while read -r line; do
       case $line in
         *"Building editable"*:\ started*) echo "  compiling the native code (a minute or two)" >&2 ;;
         "Installing collected packages"*) echo "  unpacking" >&2 ;;
-        *Downloading*" MB)") printf '  %.100s\n' "${line#"${line%%[![:space:]]*}"}" >&2 ;;
+        *Downloading*" MB)") printf '  %.100s\n' "$line" >&2 ;;
       esac
     done || {
     tail -n 40 "$venv/install.log" >&2
