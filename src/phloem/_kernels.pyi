@@ -1,4 +1,4 @@
-"""Types of the native kernels (native/kernels/module.cpp). Wrong shapes, dtypes or values raise ValueError or TypeError."""
+"""Types of the native kernels (native/kernels/module.cpp). Wrong shapes, dtypes or values raise ValueError, TypeError."""
 
 import numpy as np
 from numpy.typing import NDArray

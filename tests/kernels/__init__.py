@@ -1,0 +1,1 @@
+"""Native kernels against plain numpy, per instruction set."""
