@@ -1,4 +1,4 @@
-"""Types of the native kernels (native/kernels/module.cpp). Wrong shapes, dtypes or values raise ValueError, TypeError."""
+"""Types of the native kernels (native/kernels/module.cpp). Wrong shapes or values raise ValueError or TypeError."""
 
 import numpy as np
 from numpy.typing import NDArray
