@@ -15,12 +15,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
 from phloem.bench import metrics
+from phloem.bench.block_hash import BlockHashManager
 from phloem.bench.compare import differences, num_agents, pick
 from phloem.bench.ideal import ModelEncoder, fill_ideal
 from phloem.bench.jobs import Exchange, Job, Record
@@ -51,7 +52,11 @@ class Column:
     page_size: int = 1
 
 
-COLUMNS = (Column("no cache", NoCacheManager), Column("radix tree", KVCacheManager))
+COLUMNS = (
+    Column("no cache", NoCacheManager),
+    Column("block hash", cast("Callable[..., KVCacheManager]", BlockHashManager), page_size=16),
+    Column("radix tree", KVCacheManager),
+)
 
 FORMS: Mapping[str, Sizes] = {
     "quick": Sizes(turns=5, system_tokens=300, user_tokens=32, output_tokens=16),
