@@ -18,7 +18,7 @@ from phloem.engine.admission import check_request
 from phloem.engine.detokenizer import IncrementalDetokenizer
 from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError, QueueFullError
 from phloem.server.engine_api import EngineState
-from phloem.types import FinishReason, Namespace, Request, TextDelta, TokenLogprob
+from phloem.types import FinishReason, Int32Array, Namespace, Request, TextDelta, TokenLogprob
 
 CONTROL = ("<|bos|>", "<|end|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>", "<|eom|>")
 VOCAB = 256 + len(CONTROL)
@@ -99,7 +99,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     num_tokens: int = 0
     current: EngineState = "ready"
-    _seen: dict[Namespace, list[list[int]]] = field(default_factory=dict)
+    _seen: dict[Namespace, dict[bytes, Int32Array]] = field(default_factory=dict)
     _live: dict[str, FakeStream] = field(default_factory=dict)
 
     @classmethod
@@ -126,14 +126,10 @@ class FakeEngine:
         return stream
 
     def _match(self, request: Request) -> int:
-        prompt = request.prompt.tolist()
-        best = 0
-        for seen in self._seen.get(request.namespace, ()):
-            same = 0
-            while same < min(len(seen), len(prompt)) and seen[same] == prompt[same]:
-                same += 1
-            best = max(best, same)
-        self._seen.setdefault(request.namespace, []).append(prompt)
+        prompt = request.prompt
+        seen = self._seen.setdefault(request.namespace, {})
+        best = max((_common_prefix(other, prompt) for other in seen.values()), default=0)
+        seen[prompt.tobytes()] = prompt
         return min(best, len(prompt) - 1)
 
     async def abort(self, request_id: str) -> bool:
@@ -172,6 +168,12 @@ class FakeEngine:
     def forget(self, request_id: str, aborted: bool) -> None:
         if self._live.pop(request_id, None) is not None and aborted:
             self.aborted.append(request_id)
+
+
+def _common_prefix(first: Int32Array, second: Int32Array) -> int:
+    length = min(len(first), len(second))
+    different = (first[:length] != second[:length]).nonzero()[0]
+    return int(different[0]) if len(different) else length
 
 
 class FakeStream:

@@ -155,6 +155,15 @@ def test_a_failed_load_is_one_line_and_exit_code_1(start: Callable[..., Process]
     assert (process.popen.returncode, errors.strip()) == (1, "the file is broken; download it again")
 
 
+@pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_parsers_stop_the_start(start: Callable[..., Process], flag: str) -> None:
+    process = start(config={flag: "magic"})
+    _, errors = process.popen.communicate(timeout=15.0)
+    assert process.popen.returncode == 2
+    assert "magic" in errors
+    assert len(errors.splitlines()) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_an_idle_server(start: Callable[..., Process], number: int) -> None:
     process = start()

@@ -5,6 +5,7 @@ Owns the table of routes. The functions live in the modules that it imports.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -95,6 +96,10 @@ def _post(app: FastAPI, path: str, handler: Handler, body: type[BaseModel] | Non
 
 
 def _route(app: FastAPI, method: str, path: str, handler: Handler, extra: dict[str, Any]) -> None:
+    names = re.findall(r"\{(\w+)", path)
+    if names:
+        schema = {"type": "string"}
+        extra["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
     summary = (handler.__doc__ or "").partition("\n")[0]
     app.add_api_route(
         path,

@@ -100,7 +100,7 @@ class RequestClock:
 
 
 class _EngineCollector(Collector):
-    """The engine's snapshot as metrics: `kv_num_pages_free` becomes `phloem_kv_pages_free`."""
+    """The engine's snapshot as metrics: `kv_num_pages_free` becomes `phloem_kv_pages_free`, a gauge never `_total`."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats
@@ -113,6 +113,6 @@ class _EngineCollector(Collector):
             public = f"phloem_{name.replace('num_', '', 1)}"
             text = name.replace("_", " ")
             if name in _GAUGES:
-                yield GaugeMetricFamily(public, f"Now: {text}.", value)
+                yield GaugeMetricFamily(public.removesuffix("_total"), f"Now: {text}.", value)
             else:
                 yield CounterMetricFamily(public, f"Since the start: {text}.", value)

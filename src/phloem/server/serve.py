@@ -25,6 +25,7 @@ from phloem.server.app import create_app
 from phloem.server.connections import ACCEPT_BATCH, ConnectionLimits, GuardedProtocol, raise_file_limit
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Engine
+from phloem.server.tools import answer_form
 
 _KEEP_ALIVE_S = 75
 _KERNEL_BACKLOG = 2048
@@ -170,14 +171,23 @@ class ServerProcess:
             engine = None
             try:
                 engine = self._load()
+                self._prepare(engine)
             except BaseException as error:
                 self.load_failure = error
+                if engine is not None:
+                    engine.close()
+                    engine = None
             with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
                 loop.call_soon_threadsafe(settle, engine)
 
         self._loader = threading.Thread(target=work, name="phloem-load", daemon=True)
         self._loader.start()
         return loaded
+
+    def _prepare(self, engine: Engine) -> None:
+        """Find out what the first requests would stumble over or wait for. Raises UsageError."""
+        answer_form(engine.tokenizer, self._config.tool_call_parser, self._config.reasoning_parser)
+        engine.tokenizer.token_bytes(0)
 
     def _on_signal(self) -> None:
         """First: drain. Second: end now. Third: end without clearing up."""
