@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Unpack, cast, overload
 
 from phloem.config import EngineConfig
+from phloem.engine import generation
 from phloem.engine.admission import check_request
 from phloem.engine.core import EngineCore
+from phloem.engine.generation import (
+    DEFAULT_PARAMS,
+    GenerateOptions,
+    Generation,
+    GenerationStream,
+    Handle,
+    Prompt,
+    Score,
+)
 from phloem.engine.loading import EngineParts, load_parts
 from phloem.engine.output import RequestOutput
 from phloem.errors import InvalidRequestError, PhloemError
-from phloem.types import FinishReason, Namespace, Request, TextDelta, TokenDelta
+from phloem.types import DEFAULT_NAMESPACE, FinishReason, Namespace, Request, SamplingParams, TextDelta, TokenDelta
 
 State = Literal["loading", "ready", "draining", "stopped", "failed"]
 
@@ -39,9 +49,13 @@ class TextStream(AsyncIterator[TextDelta]):
             raise StopAsyncIteration
         return await self.news.get()
 
-    async def aclose(self) -> None:
+    def abort(self) -> None:
         """Abort the request if it still runs. Idempotent."""
         self._engine.forget(self.output.request.request_id)
+
+    async def aclose(self) -> None:
+        """The same, for `aclosing`."""
+        self.abort()
 
 
 class AsyncEngine:
@@ -69,6 +83,11 @@ class AsyncEngine:
         return min(self.max_model_len - 1, self._kv_tokens)
 
     @property
+    def max_queued(self) -> int:
+        """Most sequences that may wait."""
+        return self._parts.scheduler.max_waiting
+
+    @property
     def vocab_size(self) -> int:
         return self._parts.runner.vocab_size
 
@@ -84,14 +103,18 @@ class AsyncEngine:
         """Counters as of the last step; never blocks."""
         return dict(self._core.snapshot)
 
+    def check(self, request: Request) -> Request:
+        """The request with its seed resolved. Raises InvalidRequestError (and its kinds) where it cannot be served."""
+        return check_request(
+            request, vocab_size=self.vocab_size, max_model_len=self.max_model_len, kv_tokens=self._kv_tokens
+        )
+
     async def submit(self, request: Request) -> TextStream:
         """Queue a request and return its stream.
 
         Raises InvalidRequestError (and its kinds), QueueFullError or EngineUnavailableError; then nothing is queued.
         """
-        request = check_request(
-            request, vocab_size=self.vocab_size, max_model_len=self.max_model_len, kv_tokens=self._kv_tokens
-        )
+        request = self.check(request)
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
         now_s = time.monotonic()
@@ -112,6 +135,89 @@ class AsyncEngine:
             del self._streams[request.request_id]
             raise
         return stream
+
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, params: SamplingParams = ..., **options: Unpack[GenerateOptions]
+    ) -> Generation: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Generation]: ...
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> Generation | list[Generation]:
+        """Continue one prompt (one Generation) or a list of them (a list in the same order).
+
+        Each prompt gets `n` sequences: the first n, or with `best_of` those of highest mean logprob among so many.
+        `params` may be one for each prompt. `progress` shows a bar on standard error. Every prompt is checked before
+        any is queued; a sequence that fails later carries its error, and the others go on.
+        """
+        single = generation.is_single(prompts)
+        found = await generation.generate(
+            self,
+            [cast("Prompt", prompts)] if single else cast("Sequence[Prompt]", prompts),
+            params,
+            n=n,
+            best_of=best_of,
+            namespace=namespace,
+            priority=priority,
+            progress=progress,
+        )
+        return found[0] if single else found
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        n: int = 1,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        priority: int = 0,
+    ) -> GenerationStream:
+        """Queue one prompt and return its news as they come; close the stream early to abort it."""
+        return await generation.open_stream(self, prompt, params, n=n, namespace=namespace, priority=priority)
+
+    async def fork(
+        self, handle: Handle, n: int, params: SamplingParams = DEFAULT_PARAMS, *, text: str = "", priority: int = 0
+    ) -> Generation:
+        """n continuations from the place of a finished or running sequence.
+
+        They start from its very token ids, so all K/V that is still cached is reused, in the same namespace. `text`
+        goes between: it is tokenised by itself.
+        """
+        place = generation.extend(self.tokenizer, handle, text)
+        (found,) = await generation.generate(
+            self, [place], params, n=n, best_of=None, namespace=handle.namespace, priority=priority, progress=False
+        )
+        return found
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> list[Score]:
+        """Logprobs of each continuation after the prompt, in order.
+
+        The prompt is computed at most once. A continuation is tokenised by itself, so its ids follow the prompt's.
+        """
+        scores, _ = await generation.score(self, prompt, continuations, namespace=namespace)
+        return scores
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets terminal answers. False when it is not live."""

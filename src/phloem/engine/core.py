@@ -158,6 +158,7 @@ class EngineCore:
         began = self._clock()
         plan = self._scheduler.schedule(now_s=began)
         if plan is None:
+            self._publish()
             self._send(self._scheduler.take_ended())
             if self._scheduler.has_work:
                 time.sleep(_IDLE_RETRY_S)

@@ -158,8 +158,36 @@ def _make_runner(
     config: EngineConfig, model: LoadedModel, *, num_slots: int, max_model_len: int, report: Progress
 ) -> tuple[ModelRunner, dict[str, object]]:
     """The runner that the configuration asks for. Imports back ends only when they are used."""
-    from phloem.runner.torch_runner import TorchRunner
+    if config.backend == "torch":
+        return _make_torch_runner(config, model, num_slots=num_slots, max_model_len=max_model_len, report=report)
+    from phloem.runner.native_runner import NativeRunner
 
+    runner = NativeRunner(
+        model.spec,
+        model.weights,
+        num_slots=num_slots,
+        kv_cache_dtype=config.kv_cache_dtype,
+        num_threads=config.num_threads,
+        isa=config.isa,
+        group_shared_prefixes=config.group_shared_prefixes,
+        quantization=config.quantization,
+        max_len=max_model_len,
+        progress=lambda share: report("packing the weights", share),
+    )
+    return runner, {"backend": "native", "device": "cpu", **runner.describe()}
+
+
+def _make_torch_runner(
+    config: EngineConfig, model: LoadedModel, *, num_slots: int, max_model_len: int, report: Progress
+) -> tuple[ModelRunner, dict[str, object]]:
+    try:
+        from phloem.runner.torch_runner import TorchRunner
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--backend torch needs {error.name}, which is not installed: install phloem with its extra 'torch'"
+        ) from error
+    if config.kv_cache_dtype == "int8":
+        raise UsageError("--backend torch keeps K/V as f16 or f32, not int8")
     report("building the torch decoder", 0.8)
-    runner = TorchRunner(model.spec, model.weights, num_slots, max_len=max_model_len)
+    runner = TorchRunner(model.spec, model.weights, num_slots, max_len=max_model_len, kv_dtype=config.kv_cache_dtype)
     return runner, {"backend": "torch", "device": "cpu"}
