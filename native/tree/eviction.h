@@ -15,6 +15,7 @@
 // back to a lower list is older than all that never left it. The other policies are a heap over unlocked leaves.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <string>
@@ -96,7 +97,7 @@ class EvictionOrder {
 
   // The node is being evicted: gdsf's clock moves to its key.
   void note_evicted(NodeId id) {
-    if (policy_ == Policy::kGdsf) clock_ = static_cast<float>(key(id).value);
+    if (policy_ == Policy::kGdsf) clock_ = std::max(clock_, static_cast<float>(key(id).value));
   }
 
   float clock() const { return clock_; }

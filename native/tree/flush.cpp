@@ -35,7 +35,8 @@ uint64_t RadixTree::flush_subtree(NodeId top) {
   }
   if (!held.empty()) unindex_child(top);
   for (const auto& [id, generation] : held) {
-    if (nodes_.alive(id, generation)) try_merge(id);
+    while (nodes_.alive(id, generation) && try_merge(id)) {
+    }
   }
   const uint64_t freed = pool_.num_free() - free_before;
   flushed_pages_ += freed;

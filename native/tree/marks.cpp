@@ -100,7 +100,7 @@ MarkId RadixTree::want(SpaceId space, Tokens tokens) {
   check_space(space);
   const Spot spot = leave_span(walk({roots_[space], 0}, tokens, 0), tokens, 0);
   ++version_;
-  return create_mark(climb(spot.node, spot.length), false, 0.0);
+  return create_mark(node_ending_at(spot), false, 0.0);
 }
 
 void RadixTree::unwant(MarkId id) {

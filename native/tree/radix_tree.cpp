@@ -311,12 +311,13 @@ NodeId RadixTree::node_ending_at(Spot spot) {
   return spot.length < end(node) ? split(node, spot.length - hot(node).start) : node;
 }
 
-// Equal locks, wants and pins mean that no cursor and no mark ends at the parent.
+// Equal locks, wants and pins mean that no cursor and no mark ends at the parent. Only the child may have pending
+// tokens: the records of steps name nodes, and the parent's name goes.
 bool RadixTree::mergeable(NodeId parent, NodeId child) const {
   const NodeHot& p = hot(parent);
   const NodeHot& c = hot(child);
   if (p.num_children != 1 || p.lock_ref != c.lock_ref || (p.flags & kRoot) != 0) return false;
-  if (p.pending_from < p.len || c.pending_from < c.len || ((p.flags ^ c.flags) & kDetached) != 0) return false;
+  if (p.pending_from < p.len || ((p.flags ^ c.flags) & kDetached) != 0) return false;
   const NodeCold& pc = cold(parent);
   const NodeCold& cc = cold(child);
   return pc.tick == cc.tick && pc.want_ref == cc.want_ref && pc.pin_ref == cc.pin_ref && pc.aux == cc.aux &&
@@ -354,7 +355,7 @@ void RadixTree::absorb_key(NodeId parent, NodeId child) {
   c.page_offset = p.page_offset;
   c.start = p.start;
   c.len += p.len;
-  c.pending_from = c.len;
+  c.pending_from += p.len;
   if (sparse != Slab::kNoChunk && slab_.alive(sparse)) tidy(sparse);
 }
 
@@ -414,6 +415,7 @@ void RadixTree::remove_leaf(NodeId id) {
   assert(h.num_children == 0 && !is_root(id));
   emit(EventKind::kRemoved, id, h.start, h.start + h.len);
   if (cold(id).first_mark != kNone) lift_marks(id, h.parent);
+  if (h.pending_from < h.len) lift_records(id);
   order_.remove(id);
   account(id, -1);
   pool_.free(value(id), num_pages(h.len));

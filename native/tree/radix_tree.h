@@ -248,6 +248,7 @@ class RadixTree {
   // steps.cpp
   Step& step_at(StepId id);
   void settle(const Record& record);
+  void lift_records(NodeId from);
   void release_zombies();
   void check_discardable(const Step& step) const;
   NodeId discarded_top(const Record& record) const;

@@ -19,7 +19,7 @@ RadixTree::Step& RadixTree::step_at(StepId id) {
 void RadixTree::settle(const Record& record) {
   for (NodeId id = record.node; !is_root(id); id = hot(id).parent) {
     NodeHot& h = hot(id);
-    const uint32_t settled = std::min(h.len, record.to - h.start);
+    const uint32_t settled = record.to > h.start ? std::min(h.len, record.to - h.start) : 0;
     if (h.pending_from < settled) {
       const uint32_t from = h.start + h.pending_from;
       account(id, -1);
@@ -73,6 +73,19 @@ void RadixTree::complete(StepId id) {
   ++version_;
 }
 
+// Records that name a node with pending tokens, about to go, name its parent for what they cover of that.
+void RadixTree::lift_records(NodeId from) {
+  const NodeId parent = hot(from).parent;
+  for (Step& step : steps_) {
+    for (Record& record : step.records) {
+      if (record.node != from || record.generation != hot(from).generation) continue;
+      record.node = record.from < hot(from).start ? parent : kNone;
+      record.generation = hot(parent).generation;
+      record.to = std::min(record.to, hot(from).start);
+    }
+  }
+}
+
 // The node that holds the first token of a record, or kNone if that is gone.
 NodeId RadixTree::discarded_top(const Record& record) const {
   if (!nodes_.alive(record.node, record.generation)) return kNone;
@@ -117,23 +130,26 @@ void RadixTree::remove_subtree(NodeId top) {
   }
 }
 
-// Nobody stands on the record any more, so the tail before it goes too.
+// Only closed cursors hold what goes; they step back before it and wait on for what is pending there. The page that
+// the record begins in goes whole: nobody is left to fill it.
 void RadixTree::discard_record(const Record& record) {
   const NodeId top = discarded_top(record);
   if (top == kNone) return;
-  assert(hot(top).lock_ref == 0);
-  while (hot(top).num_children > 0) remove_subtree(hot(top).first_child);
-  const NodeId parent = hot(top).parent;
   const uint32_t keep = floor(record.from) - hot(top).start;
-  if (keep == 0) {
+  const NodeId parent = hot(top).parent;
+  for (NodeId& zombie : zombies_) {
+    for (NodeId at = zombie; at != kNone; at = hot(at).parent) {
+      if (at == top) zombie = keep > 0 ? top : parent;
+    }
+  }
+  while (hot(top).num_children > 0) remove_subtree(hot(top).first_child);
+  if (keep > 0) {
+    truncate(top, keep);
+    try_merge(top);
+  } else {
     remove_leaf(top);
     after_child_removed(parent);
-    return;
   }
-  truncate(top, keep);
-  if ((hot(top).flags & kListed) == 0) order_.became_leaf(top);
-  order_.rekey(top);
-  try_merge(top);
 }
 
 void RadixTree::discard(StepId id) {
@@ -141,25 +157,9 @@ void RadixTree::discard(StepId id) {
   while (index < steps_.size() && steps_[index].id != id) ++index;
   if (index == steps_.size()) return;
   check_discardable(steps_[index]);
-  const std::vector<Record> records = std::move(steps_[index].records);
+  // Copies, one at a time: removing a node changes the records that name it.
+  for (size_t i = 0; i < steps_[index].records.size(); ++i) discard_record(Record(steps_[index].records[i]));
   steps_.erase(steps_.begin() + static_cast<std::ptrdiff_t>(index));
-  // Only closed cursors hold the nodes that go; those of other steps' nodes wait on.
-  std::unordered_map<NodeId, bool> tops;
-  for (const Record& record : records) {
-    const NodeId top = discarded_top(record);
-    if (top != kNone) tops.emplace(top, true);
-  }
-  std::vector<NodeId> released;
-  std::erase_if(zombies_, [&](NodeId node) {
-    for (NodeId at = node; at != kNone; at = hot(at).parent) {
-      if (!tops.contains(at)) continue;
-      released.push_back(node);
-      return true;
-    }
-    return false;
-  });
-  for (const NodeId node : released) release(node);
-  for (const Record& record : records) discard_record(record);
   for (Step& step : steps_) {
     std::erase_if(step.records, [&](Record& record) {
       if (!nodes_.alive(record.node, record.generation)) return true;
@@ -167,6 +167,7 @@ void RadixTree::discard(StepId id) {
       return record.from >= record.to;
     });
   }
+  release_zombies();
   ++version_;
 }
 
