@@ -103,11 +103,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def test_health_is_503_while_the_model_loads(start: Callable[..., Process]) -> None:
+def start_loading(start: Callable[..., Process], load_s: float) -> Process:
+    """A server that listens already and still loads."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = start(load_s=1.5, config={"port": port})
+    process = start(load_s=load_s, config={"port": port})
     process.url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
@@ -116,7 +117,12 @@ def test_health_is_503_while_the_model_loads(start: Callable[..., Process]) -> N
         except httpx.TransportError:
             return False
 
-    wait_until(answers)
+    wait_until(answers, 20.0)
+    return process
+
+
+def test_health_is_503_while_the_model_loads(start: Callable[..., Process]) -> None:
+    process = start_loading(start, 3.0)
     response = process.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
     assert response.headers["retry-after"]
@@ -174,8 +180,7 @@ def test_signals_end_an_idle_server(start: Callable[..., Process], number: int) 
 
 
 def test_a_signal_while_loading_ends_the_server(start: Callable[..., Process]) -> None:
-    process = start(load_s=60)
-    time.sleep(3.0)
+    process = start_loading(start, 60.0)
     began = time.monotonic()
     assert process.stop()[0] == 0
     assert time.monotonic() - began < 6.0
