@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from phloem._kernels import PackedMatrix, matmul, supported_isas
-from phloem.kernels.packing import pack
 from phloem.models.weights import RawTensor, dequantize
+from phloem.runner.packing import pack
 from tests.kernels.reference import quantised_rows, unpack
 
 SHAPES = [(1, 32), (16, 32), (17, 64), (50, 96), (33, 608)]

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from phloem._kernels import Decoder, supported_isas
 from phloem.config import Isa, KVCacheDtype, Quantization
 from phloem.errors import CheckpointError, StepFailedError, UsageError
-from phloem.kernels.packing import pack
+from phloem.kernels.native import Decoder, supported_isas
 from phloem.models.rope import rope_tables
 from phloem.models.spec import ModelSpec
 from phloem.models.weights import RawTensor, dequantize
+from phloem.runner.packing import pack
 from phloem.runner.sampler import sample
 from phloem.types import Float32Array, StepPlan, StepResult
 

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem._kernels import PackedMatrix
 from phloem.config import Quantization
+from phloem.kernels.native import PackedMatrix
 from phloem.models.weights import RawTensor, dequantize
 
 PackedFormat = Literal["q4", "q4m", "q8", "f16", "bf16", "f32"]
