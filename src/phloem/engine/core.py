@@ -54,6 +54,7 @@ class EngineCore:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
+        self._released = False
         self._stopping = False
         self._seconds_per_row = 0.0
         self.state: EngineState = "ready"
@@ -121,7 +122,9 @@ class EngineCore:
                 return
         else:
             self._close()
-        self._runner.close()
+        if not self._released:
+            self._released = True
+            self._runner.close()
 
     # --- the engine thread ---
 
