@@ -1,5 +1,5 @@
-"""Cold equals warm: whatever was cached, shared, chunked, evicted or retracted, each request gets the tokens and logprobs
-that a fresh engine gives it alone.
+"""Cold equals warm: each request gets the tokens and logprobs that a fresh engine gives it alone, whatever was cached,
+shared, chunked, evicted or retracted.
 
 Random mixes of requests run through the real scheduler, cache and forward pass of a small random model, in pools that
 are too small for them.
