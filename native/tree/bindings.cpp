@@ -10,13 +10,12 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "tree/page_pool.h"
-#include "tree/radix_tree.h"
+#include "tree/shared_tree.h"
 
 namespace nb = nanobind;
 
@@ -80,17 +79,16 @@ Policy policy_of(const std::string& name) {
   throw CacheError("eviction_policy must be one of lru, lfu, slru, fifo, priority, gdsf, got '" + name + "'");
 }
 
-// The tree behind one mutex. Lookups in bulk and snapshots run without the GIL; nothing waits for the GIL while it
-// holds the mutex.
+// The tree as Python sees it. Lookups in bulk and snapshots run without the GIL; nothing waits for the GIL while it
+// holds the tree's mutex.
 class Tree {
  public:
   Tree(int64_t num_pages, int64_t page_size, const std::string& policy, double evict_watermark, double pin_budget)
-      : tree_(config(num_pages, page_size, policy, evict_watermark, pin_budget)) {}
+      : shared_(config(num_pages, page_size, policy, evict_watermark, pin_budget)) {}
 
   template <class Call>
   auto locked(Call call) {
-    const std::lock_guard guard(mutex_);
-    return call(tree_);
+    return shared_.locked(call);
   }
 
   SpaceId space(int64_t id) {
@@ -135,15 +133,13 @@ class Tree {
     return c;
   }
 
-  std::mutex mutex_;
-  RadixTree tree_;
+  SharedTree shared_;
 };
 
 struct Query {
   size_t index;
   SpaceId space;
-  const int32_t* data;
-  uint32_t size;
+  Tokens tokens;
   Match last;
   bool has_last;
 };
@@ -153,42 +149,38 @@ nb::list Tree::match_many(nb::list queries) {
   nb::list out;
   std::vector<Query> stale;
   std::vector<std::unique_ptr<Array<int32_t>>> arrays;
-  {
-    const std::lock_guard guard(mutex_);
+  locked([&](RadixTree& tree) {
     for (size_t i = 0; i < queries.size(); ++i) {
-      nb::handle item = queries[i];
-      PyObject* tuple = item.ptr();
+      PyObject* tuple = nb::handle(queries[i]).ptr();
       if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3) {
         throw CacheError("match_many: expected (namespace id, tokens, probe or None) tuples");
       }
       const nb::handle probe(PyTuple_GET_ITEM(tuple, 2));
-      Query query{
-          i, space(nb::cast<int64_t>(nb::handle(PyTuple_GET_ITEM(tuple, 0)))), nullptr, 0, {}, !probe.is_none()};
-      tree_.check_space(query.space);
+      const SpaceId s = space(nb::cast<int64_t>(nb::handle(PyTuple_GET_ITEM(tuple, 0))));
+      Query query{i, s, {nullptr, 0}, {}, !probe.is_none()};
+      tree.check_space(s);
       if (query.has_last) {
         if (!nb::isinstance<Match>(probe)) throw CacheError("match_many: expected a Probe or None as third item");
         query.last = *nb::inst_ptr<Match>(probe);
-        tree_.check_match(query.space, query.last);
-      }
-      if (query.has_last && tree_.unchanged(query.last)) {
-        out.append(probe);
-        continue;
+        tree.check_match(s, query.last);
+        if (tree.unchanged(query.last)) {
+          out.append(probe);
+          continue;
+        }
       }
       arrays.push_back(std::make_unique<Array<int32_t>>(nb::handle(PyTuple_GET_ITEM(tuple, 1)), "tokens"));
-      const Tokens tokens = tokens_of(*arrays.back());
-      query.data = tokens.data;
-      query.size = tokens.size;
+      query.tokens = tokens_of(*arrays.back());
       stale.push_back(query);
       out.append(nb::none());
     }
-  }
-  if (stale.empty()) return out;
-  {
+  });
+  if (!stale.empty()) {
     const nb::gil_scoped_release release;
-    const std::lock_guard guard(mutex_);
-    for (Query& q : stale) {
-      q.last = q.has_last ? tree_.peek_again(q.space, {q.data, q.size}, q.last) : tree_.peek(q.space, {q.data, q.size});
-    }
+    locked([&](RadixTree& tree) {
+      for (Query& q : stale) {
+        q.last = q.has_last ? tree.peek_again(q.space, q.tokens, q.last) : tree.peek(q.space, q.tokens);
+      }
+    });
   }
   for (const Query& q : stale) out[q.index] = nb::cast(q.last);
   return out;
@@ -221,22 +213,15 @@ size_t Tree::extend(nb::handle cursors, nb::handle tokens, StepId step, nb::hand
   });
 }
 
-constexpr uint32_t kSnapshotSlice = 2048;  // nodes copied while the mutex is held once
 constexpr size_t kViewColumns = 13;
 
-// (rows of 13 int64, version at the start, version at the end). Each slice is exact; all are when the versions agree.
+// (rows of 13 int64, whether all are of one moment)
 nb::tuple Tree::snapshot() {
-  std::vector<NodeView> nodes;
-  uint64_t first = 0, last = 0;
-  {
+  const SharedTree::Snapshot s = [&] {
     const nb::gil_scoped_release release;
-    for (NodeId id = 0; id != kNone;) {
-      const std::lock_guard guard(mutex_);
-      if (id == 0) first = tree_.version();
-      id = tree_.snapshot(id, kSnapshotSlice, &nodes);
-      last = tree_.version();
-    }
-  }
+    return shared_.snapshot();
+  }();
+  const std::vector<NodeView>& nodes = s.nodes;
   auto* rows = new int64_t[nodes.size() * kViewColumns];
   const nb::capsule owner(rows, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
   for (size_t i = 0; i < nodes.size(); ++i) {
@@ -256,7 +241,7 @@ nb::tuple Tree::snapshot() {
                                        static_cast<int64_t>(v.tick)};
     std::copy_n(row, kViewColumns, rows + i * kViewColumns);
   }
-  return nb::make_tuple(nb::ndarray<nb::numpy, int64_t>(rows, {nodes.size(), kViewColumns}, owner), first, last);
+  return nb::make_tuple(nb::ndarray<nb::numpy, int64_t>(rows, {nodes.size(), kViewColumns}, owner), s.exact);
 }
 
 nb::object int32_array(const std::vector<int32_t>& values) {

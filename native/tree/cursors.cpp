@@ -96,6 +96,7 @@ void RadixTree::move_down(Cursor& cursor, Spot spot) {
   if (node == above) return;
   lock_path(node, above, cursor, true);
   cursor.node = node;
+  if (order_.policy() == Policy::kPriority) return merge_path(node);
   NodeId child = node;
   while (hot(child).parent != above) child = hot(child).parent;
   try_merge(child);
@@ -131,9 +132,7 @@ void RadixTree::release(NodeId node) {
     const NodeId child = hot(lowest).first_child;
     if (try_merge(child)) lowest = child;
   }
-  for (NodeId id = lowest; !is_root(id);) {
-    if (!try_merge(id)) id = hot(id).parent;
-  }
+  merge_path(lowest);
 }
 
 // --- verbs ---
@@ -163,6 +162,7 @@ RadixTree::Opened RadixTree::open(SpaceId space, Tokens tokens, int32_t priority
   const NodeId node = node_ending_at(spot);
   const CursorId id = create_cursor(node, priority);
   lock_path(node, kNone, cursor_at(id), true);
+  if (order_.policy() == Policy::kPriority) merge_path(node);  // it may have made the priorities on the path equal
   ++version_;
   return {id, spot.length};
 }
@@ -261,8 +261,7 @@ void RadixTree::grow(NodeId id, Tokens tokens) {
   h.len += tokens.size;
   ++h.epoch;
   account(id, +1);
-  const bool cut_off = (h.flags & kDetached) != 0 && (hot(h.parent).flags & kDetached) == 0;
-  if ((h.flags & kIndexed) == 0 && h.len >= page_size_ && !cut_off) index_child(id);
+  if ((h.flags & (kIndexed | kCutOff)) == 0 && h.len >= page_size_) index_child(id);
 }
 
 // Put tokens that are not there behind a cursor, as pending; the pages are known to be free.

@@ -33,7 +33,10 @@ uint64_t RadixTree::flush_subtree(NodeId top) {
     ++hot(id).epoch;
     held.emplace_back(id, hot(id).generation);
   }
-  if (!held.empty()) unindex_child(top);
+  if (!held.empty()) {
+    unindex_child(top);
+    hot(top).flags |= kCutOff;
+  }
   for (const auto& [id, generation] : held) {
     while (nodes_.alive(id, generation) && try_merge(id)) {
     }

@@ -153,7 +153,9 @@ class TreeChecker {
     const bool detached = (h.flags & kDetached) != 0, parent_detached = (p.flags & kDetached) != 0;
     if (parent_detached && !detached) return fail(id, "matchable below a flushed node");
     if (detached && h.lock_ref == 0) return fail(id, "flushed and not locked, but still there");
-    const bool indexed = h.len >= t_.page_size_ && (!detached || parent_detached);
+    const bool cut_off = (h.flags & kCutOff) != 0;
+    if (detached && !parent_detached && !cut_off) return fail(id, "flushed, but not cut off");
+    const bool indexed = h.len >= t_.page_size_ && !cut_off;
     if (((h.flags & kIndexed) != 0) != indexed) return fail(id, "index flag is wrong");
     if (indexed && t_.find_child(h.parent, t_.key(id)) != id)
       return fail(id, "not found by its first page, or not alone");

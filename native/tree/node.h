@@ -17,7 +17,8 @@ enum NodeFlag : uint32_t {
   kAlive = 1,      // in use (its id is not on the free list)
   kRoot = 2,       // the empty node of a namespace, or of the flushed
   kIndexed = 4,    // reachable by the first page of its key
-  kDetached = 8,   // flushed while locked: its holders may use it, nobody can match it
+  kDetached = 8,   // flushed while locked: nobody but its holders can reach it
+  kCutOff = 32,    // the topmost flushed node: not in its parent's index, whatever its parent is
   kListed = 16,    // on the eviction order
   kListShift = 8,  // bits 8-9: which list of the order it is on
 };

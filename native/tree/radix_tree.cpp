@@ -290,7 +290,7 @@ NodeId RadixTree::split(NodeId node, uint32_t at) {
   if ((n.flags & kIndexed) != 0) index_.replace(ChildIndex::hash(n.parent, n.fingerprint), node, upper);
   u.first_child = kNone;
   u.num_children = 0;
-  n.flags &= ~kIndexed;
+  n.flags &= ~(kIndexed | kCutOff);
   n.start += at;
   n.len -= at;
   n.token_offset += at;
@@ -317,7 +317,7 @@ bool RadixTree::mergeable(NodeId parent, NodeId child) const {
   const NodeHot& p = hot(parent);
   const NodeHot& c = hot(child);
   if (p.num_children != 1 || p.lock_ref != c.lock_ref || (p.flags & kRoot) != 0) return false;
-  if (p.pending_from < p.len || ((p.flags ^ c.flags) & kDetached) != 0) return false;
+  if (p.pending_from < p.len || (c.flags & kCutOff) != 0) return false;
   const NodeCold& pc = cold(parent);
   const NodeCold& cc = cold(child);
   return pc.tick == cc.tick && pc.want_ref == cc.want_ref && pc.pin_ref == cc.pin_ref && pc.aux == cc.aux &&
@@ -368,6 +368,7 @@ bool RadixTree::try_merge(NodeId child) {
   NodeHot& c = hot(child);
   unindex_child(child);
   absorb_key(parent, child);
+  c.flags |= p.flags & kCutOff;
   if ((p.flags & kIndexed) != 0) {
     index_.replace(ChildIndex::hash(p.parent, p.fingerprint), parent, child);
     c.flags |= kIndexed;
@@ -383,6 +384,13 @@ bool RadixTree::try_merge(NodeId child) {
   nodes_.destroy(parent);
   ++merges_;
   return true;
+}
+
+// Merge what differs in nothing on the path of a node; the node itself stays. O(nodes on the path).
+void RadixTree::merge_path(NodeId node) {
+  while (!is_root(node)) {
+    if (!try_merge(node)) node = hot(node).parent;
+  }
 }
 
 void RadixTree::merge_only_child(NodeId parent) {

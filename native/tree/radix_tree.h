@@ -222,6 +222,7 @@ class RadixTree {
   bool mergeable(NodeId parent, NodeId child) const;
   bool try_merge(NodeId child);
   void absorb_key(NodeId parent, NodeId child);
+  void merge_path(NodeId node);
   void merge_only_child(NodeId parent);
   void truncate(NodeId id, uint32_t len);
   void remove_leaf(NodeId id);

@@ -290,7 +290,8 @@ class Model:
     def remove(self, cell: Cell) -> None:
         parent = cell.parent
         assert parent is not None
-        assert not cell.children and not cell.cut_off
+        assert not cell.children
+        assert not cell.cut_off
         if cell in parent.cut_off:
             parent.cut_off.remove(cell)
         elif parent.children.get(cell.tokens) is cell:

@@ -224,8 +224,7 @@ class KVCacheManager:
 
     def snapshot(self) -> TreeSnapshot:
         """All nodes, from any thread, without the GIL and in slices of 2,048 nodes between which the engine goes on."""
-        rows, first, last = self._tree.snapshot()
-        return TreeSnapshot(rows, first == last)
+        return TreeSnapshot(*self._tree.snapshot())
 
     def listen(self, on: bool = True) -> None:
         """Start or stop recording events; nothing is recorded or paid for while off. O(prefix) per event while on."""
