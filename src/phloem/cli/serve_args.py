@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from phloem.cli.find_model import find_model
 from phloem.cli.flags import Parser, add_flags, build, modernise
 from phloem.config import EngineConfig, ServerConfig
-from phloem.errors import UsageError
+from phloem.errors import InvalidRequestError, UsageError
 from phloem.types import SamplingParams
+
+CHAT_TEMPERATURE = 0.2
+"""What `phloem run` draws with unless told otherwise: small models say little of sense at 1."""
 
 CHAT_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -60,15 +63,22 @@ def parse_run(argv: Sequence[str]) -> RunArgs:
     _add_model(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message that opens the chat")
     chat = parser.add_argument_group("sampling")
-    for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float), ("min_p", float)):
-        chat.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, metavar="N")
-    chat.add_argument("--seed", type=int, default=argparse.SUPPRESS, metavar="N", help="same seed, same answer")
+    default = SamplingParams(temperature=CHAT_TEMPERATURE)
+    for name in CHAT_FIELDS:
+        value = getattr(default, name)
+        kind = float if isinstance(value, float) else int
+        shown = "none" if value is None else value
+        flag = "--" + name.replace("_", "-")
+        chat.add_argument(flag, type=kind, default=value, metavar="N", help=f"(default: {shown})")
     add_flags(parser.add_argument_group("engine"), EngineConfig, skip={"model"})
     words, warnings = modernise(argv)
     arguments = parser.parse_strict(words)
     engine = build(EngineConfig, arguments, model=_model(arguments))
-    given = {name: value for name, value in vars(arguments).items() if name in CHAT_FIELDS}
-    return RunArgs(engine, SamplingParams(**given), arguments.system, warnings)
+    try:
+        params = SamplingParams(**{name: getattr(arguments, name) for name in CHAT_FIELDS})
+    except InvalidRequestError as error:
+        raise UsageError(f"--{error.message}") from None
+    return RunArgs(engine, params, arguments.system, warnings)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

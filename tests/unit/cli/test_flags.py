@@ -10,9 +10,10 @@ import pytest
 from phloem import bench
 from phloem.cli.flags import ALIASES, FLASHINFER_WARNING, LRU_WARNING, dashed, field_docs, modernise
 from phloem.cli.main import BENCHMARKS, main
-from phloem.cli.serve_args import parse_run, parse_serve
+from phloem.cli.serve_args import CHAT_TEMPERATURE, parse_run, parse_serve
 from phloem.config import EngineConfig, ServerConfig
 from phloem.errors import UsageError
+from phloem.types import SamplingParams
 
 
 @pytest.fixture
@@ -145,6 +146,13 @@ def test_run_takes_sampling_flags(model: str) -> None:
     args = parse_run([model, "--temperature", "0", "--max-tokens", "7", "--seed", "3", "--system", "Be brief."])
     assert (args.params.temperature, args.params.max_tokens, args.params.seed) == (0.0, 7, 3)
     assert args.system == "Be brief."
+    assert parse_run([model]).params == SamplingParams(temperature=CHAT_TEMPERATURE)
+
+
+@pytest.mark.parametrize("words", [["--temperature", "-1"], ["--top-p", "0"]])
+def test_run_refuses_sampling_out_of_range(model: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", model, *words]) == 2
+    assert words[0].strip("-").replace("-", "_") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
