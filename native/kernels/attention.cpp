@@ -69,28 +69,28 @@ PHLOEM_INLINE void transpose(F8 v[8]) {
 #endif
 }
 
-// Keys as [d][64], values as [64][d]; lanes past num_keys are zero up to the next multiple of 8 keys (16 for K).
+// Keys as [d][64], values as [64][d]; lanes past num_keys are zero up to the next multiple of 16 keys (K).
 template <KvFormat kFormat>
 void load_tile(const AttendArgs& args, const Tile& tile, const Scratch& scratch) {
   const KvView& kv = args.kv;
   const int d = kv.head_dim;
-  const int64_t head = args.kv_head * kv.num_slots;
   const int padded = (tile.num_keys + 15) / 16 * 16;
   for (int key = 0; key < padded; key += 8) {
     const int live = max_of(0, min_of(8, tile.num_keys - key));
+    int64_t index[8];
+    for (int j = 0; j < live; ++j) index[j] = kv.vector_index(args.kv_head, tile.slots[key + j]);
     for (int i = 0; i < d; i += 8) {
       F8 v[8] = {};
       for (int j = 0; j < live; ++j) {
-        const int64_t index = head + tile.slots[key + j];
-        v[j] = load_kv<kFormat>(kv.k, index * d + i);
-        if constexpr (kFormat == KvFormat::i8) v[j] = v[j] * splat(kv.k_scale[index]);
+        v[j] = load_kv<kFormat>(kv.k, index[j] * d + i);
+        if constexpr (kFormat == KvFormat::i8) v[j] = v[j] * splat(kv.k_scale[index[j]]);
       }
       transpose(v);
       for (int j = 0; j < 8; ++j) store(scratch.keys + static_cast<size_t>(i + j) * kTile + key, v[j]);
     }
   }
   for (int key = 0; key < tile.num_keys; ++key) {
-    const int64_t index = head + tile.slots[key];
+    const int64_t index = kv.vector_index(args.kv_head, tile.slots[key]);
     const F8 scale = splat(kFormat == KvFormat::i8 ? kv.v_scale[index] : 1.0f);
     for (int i = 0; i < d; i += 8) {
       F8 v = load_kv<kFormat>(kv.v, index * d + i);
@@ -104,9 +104,8 @@ void prefetch_tile(const AttendArgs& args, const int32_t* slots, int num_keys) {
   const KvView& kv = args.kv;
   const int element = kv.format == KvFormat::f16 ? 2 : kv.format == KvFormat::f32 ? 4 : 1;
   const int64_t bytes = static_cast<int64_t>(kv.head_dim) * element;
-  const int64_t head = args.kv_head * kv.num_slots;
   for (int j = 0; j < num_keys; ++j) {
-    const int64_t at = (head + slots[j]) * bytes;
+    const int64_t at = kv.vector_index(args.kv_head, slots[j]) * bytes;
     for (int64_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch(kv.k + at + i);
       __builtin_prefetch(kv.v + at + i);

@@ -3,23 +3,79 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <stdexcept>
+#include <numeric>
 
 namespace phloem {
 namespace {
 
-int padded(int n) { return (n + kGroup - 1) / kGroup * kGroup; }
-
-constexpr int kRowsPerUnit = 4;               // of the row-wise phases
 constexpr size_t kActBlockBytes = 160 << 10;  // activations that stay in a core's L2 beside a weight panel
-constexpr int kChunksPerThread = 6;
+constexpr int kChunksPerThread = 6;           // so that the last chunks even out
+constexpr int kLocalRows = 4;                 // up to here every thread normalises all rows for itself
+
+int padded(int n, int to) { return (n + to - 1) / to * to; }
 
 }  // namespace
 
+// How a product is shared out: unit = row block * chunks + chunk of panels.
+struct Decoder::Cut {
+  int rows, row_blocks, panels, chunks;
+
+  int units() const { return row_blocks * chunks; }
+  int row_begin(int unit) const { return unit / chunks * rows; }
+  int panel_begin(int unit) const { return unit % chunks * panels; }
+};
+
+// The normalised input of one product as a thread sees it.
+class Decoder::NormedInput {
+ public:
+  NormedInput(Decoder& decoder, Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight)
+      : decoder_(decoder), picked_(picked), num_rows_(num_rows), weight_(weight), ready_(num_rows > kLocalRows) {
+    if (ready_) {
+      view_ = decoder.normed_rows(member, picked, num_rows, weight);
+      return;
+    }
+    const size_t ld = decoder.ld_hidden_, at = static_cast<size_t>(member.index()) * kLocalRows * ld;
+    float* floats = decoder.local_.data() + at * 2;  // values, then scales, sums and outliers of the groups
+    const size_t groups = kLocalRows * ld / kGroup;
+    float* scales = floats + kLocalRows * ld;
+    view_ = {floats,
+             decoder.local_quantised_.data() + at,
+             scales,
+             scales + groups,
+             scales + 2 * groups,
+             decoder.local_outlier_at_.data() + at / kGroup,
+             decoder.ld_hidden_};
+  }
+
+  // Only inside a unit: until its phase ends nobody changes x_.
+  const ActView& get() {
+    if (!ready_) {
+      for (int row = 0; row < num_rows_; ++row)
+        decoder_.norm_row(decoder_.x_.data() + static_cast<size_t>(picked_ ? picked_[row] : row) * view_.ld, weight_,
+                          view_, row);
+      ready_ = true;
+    }
+    return view_;
+  }
+
+ private:
+  Decoder& decoder_;
+  const int32_t* picked_;
+  int num_rows_;
+  const std::vector<float>& weight_;
+  bool ready_;
+  ActView view_{};
+};
+
 void Decoder::reserve(int num_rows) {
-  const size_t rows = num_rows;
+  const size_t rows = num_rows, threads = pool_.size();
   x_.reserve(rows * ld_hidden_);
   act_.reserve(rows * ld_hidden_);
+  act_quantised_.reserve(rows * ld_hidden_);
+  act_scale_.reserve(rows * ld_hidden_ / kGroup);
+  act_sum_.reserve(rows * ld_hidden_ / kGroup);
+  act_outlier_.reserve(rows * ld_hidden_ / kGroup);
+  act_outlier_at_.reserve(rows * ld_hidden_ / kGroup);
   q_.reserve(rows * ld_q_);
   k_.reserve(rows * ld_kv_);
   v_.reserve(rows * ld_kv_);
@@ -29,25 +85,28 @@ void Decoder::reserve(int num_rows) {
   quantised_.reserve(rows * ld_most_);
   scale_.reserve(rows * ld_most_ / kGroup);
   sum_.reserve(rows * ld_most_ / kGroup);
-  const size_t threads = pool_.size();
+  outlier_.reserve(rows * ld_most_ / kGroup);
+  outlier_at_.reserve(rows * ld_most_ / kGroup);
   gemm_scratch_.reserve(threads * gemm_scratch_bytes(most_groups_));
-  temp_.reserve(threads * ld_most_);
+  temp_.reserve(threads * padded(config_.head_dim, kGroup));
+  local_.reserve(threads * kLocalRows * ld_hidden_ * 2);
+  local_quantised_.reserve(threads * kLocalRows * ld_hidden_);
+  local_outlier_at_.reserve(threads * kLocalRows * ld_hidden_ / kGroup);
 }
 
 KvView Decoder::kv_view(int layer) const {
   const size_t element = config_.kv_format == KvFormat::f16 ? 2 : config_.kv_format == KvFormat::f32 ? 4 : 1;
-  const size_t vectors = static_cast<size_t>(config_.num_kv_heads) * config_.num_slots;
-  const size_t layer_bytes = vectors * config_.head_dim * element;
+  const size_t vectors = static_cast<size_t>(config_.num_kv_heads) * kSegment;  // of K, or V, of a layer and segment
+  const size_t part = vectors * config_.head_dim * element;
   KvView kv{};
   kv.format = config_.kv_format;
-  kv.k = kv_.data() + layer * layer_bytes;
-  kv.v = kv_.data() + (config_.num_layers + layer) * layer_bytes;
+  kv.k = kv_.data() + 2 * layer * part;
+  kv.v = kv.k + part;
   if (config_.kv_format == KvFormat::i8) {
-    auto* scales = reinterpret_cast<float*>(kv_scales_.data());
-    kv.k_scale = scales + layer * vectors;
-    kv.v_scale = scales + (config_.num_layers + layer) * vectors;
+    kv.k_scale = reinterpret_cast<float*>(kv_scales_.data()) + 2 * layer * vectors;
+    kv.v_scale = kv.k_scale + vectors;
   }
-  kv.num_slots = config_.num_slots;
+  kv.segment_vectors = static_cast<int64_t>(2 * config_.num_layers * vectors);
   kv.num_kv_heads = config_.num_kv_heads;
   kv.head_dim = config_.head_dim;
   return kv;
@@ -57,6 +116,7 @@ void Decoder::step(const StepRows& rows, const int32_t* logit_rows, int num_logi
   check_ready();
   check_rows(rows, logit_rows, num_logits);
   if (rows.num_rows == 0) return;
+  pool_.settle();
   reserve(std::max(rows.num_rows, num_logits));
   plan_attention(
       rows, {config_.num_heads, config_.num_kv_heads, config_.head_dim, pool_.size(), config_.group_shared_prefixes},
@@ -66,89 +126,103 @@ void Decoder::step(const StepRows& rows, const int32_t* logit_rows, int num_logi
   states_.reserve(plan_.state_floats);
   const size_t counters = plan_.blocks.size() * config_.num_kv_heads;
   if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
+  pool_.run([=, this](Member& member) { forward(member, rows, logit_rows, num_logits, logits, ld_logits); });
+}
 
-  pool_.run([&](Member& member) {
-    const MatrixView& embed = embed_->view();
-    member.for_each(rows.num_rows, [&](int row) {
-      kernels_.gather_row(embed, rows.token_ids[row], x_.data() + static_cast<size_t>(row) * ld_hidden_);
-    });
-    for (int layer = 0; layer < config_.num_layers; ++layer) forward_layer(member, layer, rows);
-    normalise(member, logit_rows, num_logits, final_norm_, !head_.weight->view().is_quantised());
-    const ActView a{act_.data(), quantised_.data(), scale_.data(), sum_.data(), ld_hidden_};
-    multiply(member, {{&head_, a, logits, ld_logits, false}}, num_logits);
+void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits,
+                      int64_t ld_logits) {
+  member.for_each(rows.num_rows, [&](int row) {
+    kernels_.gather_row(embed_->view(), rows.token_ids[row], x_.data() + static_cast<size_t>(row) * ld_hidden_);
+  });
+  for (int i = 0; i < config_.num_layers; ++i) {
+    const DecoderLayer& layer = layers_[i];
+    const KvView kv = kv_view(i);
+    project(member, layer, kv, rows);
+    attention(member, layer, kv, rows);
+    add_product(
+        member, layer.o,
+        {attn_.data(), quantised_.data(), scale_.data(), sum_.data(), outlier_.data(), outlier_at_.data(), ld_q_},
+        rows.num_rows);
+    gated(member, layer, rows.num_rows);
+    add_product(
+        member, layer.down,
+        {gate_.data(), quantised_.data(), scale_.data(), sum_.data(), outlier_.data(), outlier_at_.data(), ld_inter_},
+        rows.num_rows);
+  }
+  NormedInput input(*this, member, logit_rows, num_logits, final_norm_);
+  const Cut shares = cut(head_, ld_hidden_, num_logits, head_.weight->view().panels(), 1);
+  member.for_each(shares.units(), [&](int unit) {
+    product(head_, input.get(), shares, unit, num_logits, logits, ld_logits, false, member.index());
   });
 }
 
-void Decoder::forward_layer(Member& member, int index, const StepRows& rows) {
-  const DecoderLayer& layer = layers_[index];
-  const int m = rows.num_rows;
-  const auto is_float = [](const Linear& linear) { return !linear.weight->view().is_quantised(); };
-  const ActView hidden{act_.data(), quantised_.data(), scale_.data(), sum_.data(), ld_hidden_};
-  normalise(member, nullptr, m, layer.attn_norm, is_float(layer.q) || is_float(layer.k) || is_float(layer.v));
-  multiply(member,
-           {{&layer.q, hidden, q_.data(), ld_q_, false},
-            {&layer.k, hidden, k_.data(), ld_kv_, false},
-            {&layer.v, hidden, v_.data(), ld_kv_, false}},
-           m);
-  attention(member, layer, kv_view(index), rows);
-  const ActView attended{attn_.data(), quantised_.data(), scale_.data(), sum_.data(), ld_q_};
-  multiply(member, {{&layer.o, attended, x_.data(), ld_hidden_, true}}, m);
-
-  normalise(member, nullptr, m, layer.mlp_norm, is_float(layer.gate) || is_float(layer.up));
-  multiply(member,
-           {{&layer.gate, hidden, gate_.data(), ld_inter_, false}, {&layer.up, hidden, up_.data(), ld_inter_, false}},
-           m);
-  const ActView gated{gate_.data(), quantised_.data(), scale_.data(), sum_.data(), ld_inter_};
-  member.for_each(m, [&](int row) {
-    const size_t at = static_cast<size_t>(row) * ld_inter_;
-    kernels_.gate(config_.activation, gated.f + at, up_.data() + at, ld_inter_);
-    kernels_.quantize_row(gated.f + at, ld_inter_, gated.q + at, gated.scale + at / kGroup, gated.sum + at / kGroup);
+// Queries, keys and values of all rows; rotates each head as soon as it is there and writes K/V to the cache. All rows
+// write before any attends: sequences of one step may read each other's slots.
+void Decoder::project(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows) {
+  const int d = config_.head_dim, m = rows.num_rows;
+  const int align = std::lcm(d, kPanel) / kPanel;  // panels that hold whole heads
+  const float factor = 1.0f / std::sqrt(static_cast<float>(d));
+  NormedInput input(*this, member, nullptr, m, layer.attn_norm);
+  const Linear* linears[3] = {&layer.q, &layer.k, &layer.v};
+  float* const outs[3] = {q_.data(), k_.data(), v_.data()};
+  const int ld_outs[3] = {ld_q_, ld_kv_, ld_kv_};
+  const int total = layer.q.weight->view().panels() + 2 * layer.k.weight->view().panels();
+  Cut shares[3];
+  for (int i = 0; i < 3; ++i) shares[i] = cut(*linears[i], ld_hidden_, m, total, align);
+  const int q_units = shares[0].units(), k_units = shares[1].units();
+  member.for_each(q_units + k_units + shares[2].units(), [&](int unit) {
+    const int part = unit < q_units ? 0 : unit < q_units + k_units ? 1 : 2;
+    if (part > 0) unit -= q_units;
+    if (part > 1) unit -= k_units;
+    const Cut& share = shares[part];
+    product(*linears[part], input.get(), share, unit, m, outs[part], ld_outs[part], false, member.index());
+    const int head_begin = share.panel_begin(unit) * kPanel / d;
+    const int head_end = std::min(part ? config_.num_kv_heads : config_.num_heads,
+                                  (share.panel_begin(unit) + share.panels) * kPanel / d);
+    const int row_begin = share.row_begin(unit), row_end = std::min(row_begin + share.rows, m);
+    for (int row = row_begin; row < row_end; ++row) {
+      const int32_t slot = rows.write_slots[row];
+      if (part > 0 && slot < 0) continue;
+      for (int head = head_begin; head < head_end; ++head) {
+        float* x = outs[part] + static_cast<size_t>(row) * ld_outs[part] + head * d;
+        if (part == 0) rotate(x, layer.q_norm, rows.positions[row], factor, member.index());
+        if (part == 1) rotate(x, layer.k_norm, rows.positions[row], 1.0f, member.index());
+        if (part > 0) kernels_.write_kv(kv, part == 2, head, slot, x);
+      }
+    }
   });
-  multiply(member, {{&layer.down, gated, x_.data(), ld_hidden_, true}}, m);
+}
+
+void Decoder::rotate(float* head, const std::vector<float>& norm, int position, float factor, int thread) {
+  const int d = config_.head_dim;
+  if (!norm.empty()) {
+    float* temp = temp_.data() + static_cast<size_t>(thread) * padded(d, kGroup);
+    std::memcpy(temp, head, sizeof(float) * d);
+    std::memset(temp + d, 0, sizeof(float) * (padded(d, kGroup) - d));
+    kernels_.rms_norm(temp, norm.data(), config_.rms_norm_eps, d, temp);
+    std::memcpy(head, temp, sizeof(float) * d);
+  }
+  const size_t at = static_cast<size_t>(position) * (d / 2);
+  kernels_.rope(head, cos_.data() + at, sin_.data() + at, d, factor);
 }
 
 void Decoder::attention(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows) {
-  // All rows write before any attends: sequences of one step may read each other's slots.
-  member.for_each(rows.num_rows, [&](int row) {
-    rotate_and_write(layer, kv, rows, row, temp_.data() + static_cast<size_t>(member.index()) * ld_most_);
+  const int columns = config_.num_heads / config_.num_kv_heads * config_.head_dim;
+  const bool quantise = layer.o.weight->view().is_quantised();
+  const bool by_head = quantise && columns % kGroup == 0;  // else a group of values straddles K/V heads
+  const ActView a{attn_.data(),    quantised_.data(),  scale_.data(), sum_.data(),
+                  outlier_.data(), outlier_at_.data(), ld_q_};
+  member.for_each(static_cast<int>(plan_.units.size()), [&](int i) {
+    const AttentionUnit& unit = plan_.units[i];
+    if (!attend_unit(unit, kv, rows, member.index()) || !by_head) return;
+    const AttentionBlock& block = plan_.blocks[unit.block];
+    for (int row = block.row_begin; row < block.row_end; ++row)
+      quantize_columns(a, row, unit.kv_head * columns, (unit.kv_head + 1) * columns);
   });
-  member.for_each(static_cast<int>(plan_.units.size()),
-                  [&](int i) { attend_unit(plan_.units[i], kv, rows, member.index()); });
-  if (!layer.o.weight->view().is_quantised()) return;
-  member.for_each(rows.num_rows, [&](int row) {
-    const size_t at = static_cast<size_t>(row) * ld_q_;
-    kernels_.quantize_row(attn_.data() + at, ld_q_, quantised_.data() + at, scale_.data() + at / kGroup,
-                          sum_.data() + at / kGroup);
-  });
+  if (quantise && !by_head) member.for_each(rows.num_rows, [&](int row) { quantize_columns(a, row, 0, ld_q_); });
 }
 
-void Decoder::rotate_and_write(const DecoderLayer& layer, const KvView& kv, const StepRows& rows, int row,
-                               float* temp) {
-  const int d = config_.head_dim;
-  const float* cos = cos_.data() + static_cast<size_t>(rows.positions[row]) * (d / 2);
-  const float* sin = sin_.data() + static_cast<size_t>(rows.positions[row]) * (d / 2);
-  const auto rotate = [&](float* head, const std::vector<float>& norm, float factor) {
-    if (!norm.empty()) {
-      std::memset(temp, 0, sizeof(float) * padded(d));
-      std::memcpy(temp, head, sizeof(float) * d);
-      kernels_.rms_norm(temp, norm.data(), config_.rms_norm_eps, d, temp);
-      std::memcpy(head, temp, sizeof(float) * d);
-    }
-    kernels_.rope(head, cos, sin, d, factor);
-  };
-  float* q = q_.data() + static_cast<size_t>(row) * ld_q_;
-  float* k = k_.data() + static_cast<size_t>(row) * ld_kv_;
-  const float* v = v_.data() + static_cast<size_t>(row) * ld_kv_;
-  const float factor = 1.0f / std::sqrt(static_cast<float>(d));
-  for (int head = 0; head < config_.num_heads; ++head) rotate(q + head * d, layer.q_norm, factor);
-  if (rows.write_slots[row] < 0) return;
-  for (int head = 0; head < config_.num_kv_heads; ++head) {
-    rotate(k + head * d, layer.k_norm, 1.0f);
-    kernels_.write_kv(kv, head, rows.write_slots[row], k + head * d, v + head * d);
-  }
-}
-
-void Decoder::attend_unit(const AttentionUnit& unit, const KvView& kv, const StepRows& rows, int thread) {
+bool Decoder::attend_unit(const AttentionUnit& unit, const KvView& kv, const StepRows& rows, int thread) {
   const AttentionBlock& block = plan_.blocks[unit.block];
   const int group = config_.num_heads / config_.num_kv_heads;
   const int64_t query_rows = static_cast<int64_t>(block.row_end - block.row_begin) * group;
@@ -178,55 +252,76 @@ void Decoder::attend_unit(const AttentionUnit& unit, const KvView& kv, const Ste
   args.states = states ? states + unit.super_begin * super_stride : nullptr;
   args.scratch = scratch;
   kernels_.attend(args);
-  if (!block.split) return;
+  if (!block.split) return true;
   std::atomic<int>& finished = finished_[static_cast<size_t>(unit.block) * config_.num_kv_heads + unit.kv_head];
-  if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < block.supers) return;
+  if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < block.supers) return false;
   finished.store(0, std::memory_order_relaxed);
   kernels_.fold({states, super_stride, block.supers, static_cast<int>(query_rows), group, block.row_begin, unit.kv_head,
                  config_.head_dim, rows.positions, attn_.data(), ld_q_, scratch});
+  return true;
 }
 
-void Decoder::normalise(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight,
-                        bool as_float) {
+// gate_ = act(x gate^T) * (x up^T), quantised for the down projection, in pieces of whole groups.
+void Decoder::gated(Member& member, const DecoderLayer& layer, int num_rows) {
+  NormedInput input(*this, member, nullptr, num_rows, layer.mlp_norm);
+  const int panels = layer.gate.weight->view().panels();
+  const Cut share = cut(layer.gate, ld_hidden_, num_rows, panels, kGroup / kPanel);
+  const bool quantise = layer.down.weight->view().is_quantised();
+  const ActView out{gate_.data(),    quantised_.data(),  scale_.data(), sum_.data(),
+                    outlier_.data(), outlier_at_.data(), ld_inter_};
+  member.for_each(share.units(), [&](int unit) {
+    product(layer.gate, input.get(), share, unit, num_rows, gate_.data(), ld_inter_, false, member.index());
+    product(layer.up, input.get(), share, unit, num_rows, up_.data(), ld_inter_, false, member.index());
+    const int begin = share.panel_begin(unit) * kPanel, end = std::min(begin + share.panels * kPanel, ld_inter_);
+    const int row_end = std::min(share.row_begin(unit) + share.rows, num_rows);
+    for (int row = share.row_begin(unit); row < row_end; ++row) {
+      const size_t at = static_cast<size_t>(row) * ld_inter_ + begin;
+      kernels_.gate(config_.activation, gate_.data() + at, up_.data() + at, end - begin);
+      if (quantise) quantize_columns(out, row, begin, end);
+    }
+  });
+}
+
+void Decoder::add_product(Member& member, const Linear& linear, const ActView& input, int num_rows) {
+  const Cut share = cut(linear, input.ld, num_rows, linear.weight->view().panels(), 1);
+  member.for_each(share.units(), [&](int unit) {
+    product(linear, input, share, unit, num_rows, x_.data(), ld_hidden_, true, member.index());
+  });
+}
+
+void Decoder::quantize_columns(const ActView& a, int row, int begin, int end) {
+  kernels_.quantize_row(a, row, begin, end - begin);
+}
+
+ActView Decoder::normed_rows(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight) {
+  const ActView a{act_.data(),         act_quantised_.data(),  act_scale_.data(), act_sum_.data(),
+                  act_outlier_.data(), act_outlier_at_.data(), ld_hidden_};
   member.for_each(num_rows, [&](int row) {
-    const size_t at = static_cast<size_t>(row) * ld_hidden_;
-    float* out = as_float ? act_.data() + at : temp_.data() + static_cast<size_t>(member.index()) * ld_most_;
-    const float* x = x_.data() + static_cast<size_t>(picked ? picked[row] : row) * ld_hidden_;
-    kernels_.rms_norm(x, weight.data(), config_.rms_norm_eps, config_.hidden_size, out);
-    kernels_.quantize_row(out, ld_hidden_, quantised_.data() + at, scale_.data() + at / kGroup,
-                          sum_.data() + at / kGroup);
+    norm_row(x_.data() + static_cast<size_t>(picked ? picked[row] : row) * ld_hidden_, weight, a, row);
   });
+  return a;
 }
 
-void Decoder::multiply(Member& member, const std::vector<Task>& tasks, int num_rows) {
-  struct Cut {
-    int row_blocks, rows, chunks, panels;
-  };
-  constexpr size_t kMostTasks = 3;
-  Cut cuts[kMostTasks];
-  int total = 0, total_panels = 0;
-  for (const Task& task : tasks) total_panels += task.linear->weight->view().panels();
-  const int panels = std::max(1, total_panels / (kChunksPerThread * member.size()));
-  for (size_t i = 0; i < tasks.size(); ++i) {
-    const MatrixView& w = tasks[i].linear->weight->view();
-    const size_t row_bytes = static_cast<size_t>(tasks[i].a.ld) * (w.is_quantised() ? 1 : 4);
-    const int most = std::max(48, static_cast<int>(kActBlockBytes / row_bytes / 12 * 12));
-    const int row_blocks = (num_rows + most - 1) / most;
-    cuts[i] = {row_blocks, most, (w.panels() + panels - 1) / panels, panels};
-    total += cuts[i].row_blocks * cuts[i].chunks;
-  }
-  uint8_t* scratch = gemm_scratch_.data() + gemm_scratch_bytes(most_groups_) * member.index();
-  member.for_each(total, [&](int unit) {
-    size_t i = 0;
-    for (; unit >= cuts[i].row_blocks * cuts[i].chunks; ++i) unit -= cuts[i].row_blocks * cuts[i].chunks;
-    const Task& task = tasks[i];
-    const MatrixView& w = task.linear->weight->view();
-    const int row = unit / cuts[i].chunks * cuts[i].rows, panel = unit % cuts[i].chunks * cuts[i].panels;
-    const float* bias = task.linear->bias.empty() ? nullptr : task.linear->bias.data();
-    kernels_.gemm({&w, task.a, row, std::min(row + cuts[i].rows, num_rows), panel,
-                   std::min(panel + cuts[i].panels, w.panels()), task.out, task.ld_out, bias, task.accumulate,
-                   scratch});
-  });
+void Decoder::norm_row(const float* x, const std::vector<float>& weight, const ActView& a, int row) {
+  kernels_.rms_norm(x, weight.data(), config_.rms_norm_eps, config_.hidden_size, a.f + static_cast<size_t>(row) * a.ld);
+  quantize_columns(a, row, 0, a.ld);
+}
+
+Decoder::Cut Decoder::cut(const Linear& linear, int ld, int num_rows, int total_panels, int align) const {
+  const MatrixView& w = linear.weight->view();
+  const size_t row_bytes = static_cast<size_t>(ld) * (w.is_quantised() ? 1 : 4);
+  const int rows = std::max(48, static_cast<int>(kActBlockBytes / row_bytes / 12 * 12));
+  const int panels = padded(std::max(1, total_panels / (kChunksPerThread * pool_.size())), align);
+  return {rows, (num_rows + rows - 1) / rows, panels, (w.panels() + panels - 1) / panels};
+}
+
+void Decoder::product(const Linear& linear, const ActView& a, const Cut& cut, int unit, int num_rows, float* out,
+                      int64_t ld_out, bool accumulate, int thread) {
+  const MatrixView& w = linear.weight->view();
+  const int row = cut.row_begin(unit), panel = cut.panel_begin(unit);
+  kernels_.gemm({&w, a, row, std::min(row + cut.rows, num_rows), panel, std::min(panel + cut.panels, w.panels()), out,
+                 ld_out, linear.bias.empty() ? nullptr : linear.bias.data(), accumulate,
+                 gemm_scratch_.data() + gemm_scratch_bytes(most_groups_) * thread});
 }
 
 }  // namespace phloem

@@ -57,14 +57,8 @@ class Decoder {
   const KernelTable& kernels() const { return kernels_; }
 
  private:
-  struct Task {  // one matrix product of a phase
-    const Linear* linear;
-    ActView a;
-    float* out;
-    int64_t ld_out;
-    bool accumulate;
-  };
   using Member = ThreadPool::Member;
+  struct Cut;
 
   void check_ready() const;
   void check_rows(const StepRows& rows, const int32_t* logit_rows, int num_logits) const;
@@ -73,33 +67,50 @@ class Decoder {
   Linear* find_linear(const std::string& name, int* n, int* k);
   std::vector<float>* find_vector(const std::string& name, int* count, int* padding);
 
-  void forward_layer(Member& member, int index, const StepRows& rows);
+  void forward(Member& member, const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits,
+               int64_t ld_logits);
+  void project(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows);
   void attention(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows);
-  void attend_unit(const AttentionUnit& unit, const KvView& kv, const StepRows& rows, int thread);
-  void rotate_and_write(const DecoderLayer& layer, const KvView& kv, const StepRows& rows, int row, float* temp);
-  // Norm and quantisation of rows of x_, or of those that `picked` names.
-  void normalise(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight, bool as_float);
-  void multiply(Member& member, const std::vector<Task>& tasks, int num_rows);
+  void gated(Member& member, const DecoderLayer& layer, int num_rows);
+  // x_ += input times linear.
+  void add_product(Member& member, const Linear& linear, const ActView& input, int num_rows);
+
+  // True when the unit was the last of its block and head, so that their output is there.
+  bool attend_unit(const AttentionUnit& unit, const KvView& kv, const StepRows& rows, int thread);
+  void rotate(float* head, const std::vector<float>& norm, int position, float factor, int thread);
+  void quantize_columns(const ActView& a, int row, int begin, int end);
+
+  // Norm and quantisation of rows of x_ (of those that `picked` names), shared by all threads; for few rows instead
+  // each thread makes its own copy inside the product that needs it (NormedInput), which saves a phase.
+  ActView normed_rows(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight);
+  void norm_row(const float* x, const std::vector<float>& weight, const ActView& a, int row);
+  class NormedInput;
+
+  Cut cut(const Linear& linear, int ld, int num_rows, int total_panels, int align) const;
+  void product(const Linear& linear, const ActView& a, const Cut& cut, int unit, int num_rows, float* out,
+               int64_t ld_out, bool accumulate, int thread);
 
   const DecoderConfig config_;
   const KernelTable& kernels_;
-  ThreadPool pool_;
   std::shared_ptr<const PackedMatrix> embed_;
   Linear head_;
   std::vector<DecoderLayer> layers_;
   std::vector<float> final_norm_, cos_, sin_;
   int num_positions_ = 0;
 
-  // K then V, each [layers, kv_heads, slots, d]; scales likewise.
+  // See KvView for the order.
   ZeroedMemory kv_, kv_scales_;
 
   int ld_hidden_, ld_q_, ld_kv_, ld_inter_, ld_most_, most_groups_;
-  Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, scale_, sum_, states_, attend_scratch_, temp_;
-  Workspace<int8_t> quantised_;
-  Workspace<uint8_t> gemm_scratch_;
+  Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, act_scale_, act_sum_, act_outlier_, scale_, sum_, outlier_,
+      states_, attend_scratch_, temp_, local_;
+  Workspace<int8_t> act_quantised_, quantised_, local_quantised_;
+  Workspace<uint8_t> act_outlier_at_, outlier_at_, local_outlier_at_, gemm_scratch_;
   std::vector<std::atomic<int>> finished_;  // supers done, per split block and head
   AttentionPlan plan_;
   size_t attend_scratch_stride_ = 0;
+
+  ThreadPool pool_;  // last, so that its threads are gone before what they read
 };
 
 }  // namespace phloem

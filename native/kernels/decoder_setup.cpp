@@ -32,7 +32,7 @@ std::pair<int, std::string> split_name(const std::string& name) {
 }  // namespace
 
 Decoder::Decoder(const DecoderConfig& config, const KernelTable& kernels)
-    : config_(config), kernels_(kernels), pool_(config.num_threads), layers_(config.num_layers) {
+    : config_(config), kernels_(kernels), layers_(config.num_layers), pool_(config.num_threads) {
   require(config.vocab_size > 0 && config.hidden_size > 0 && config.intermediate_size > 0 && config.num_layers > 0,
           "vocabulary, hidden size, intermediate size and layers must be positive");
   require(config.num_kv_heads > 0 && config.num_heads > 0 && config.num_heads % config.num_kv_heads == 0,
@@ -46,7 +46,8 @@ Decoder::Decoder(const DecoderConfig& config, const KernelTable& kernels)
   ld_inter_ = padded(config.intermediate_size, kGroup);
   ld_most_ = std::max({ld_hidden_, ld_q_, ld_inter_, padded(config.head_dim, kGroup)});
   most_groups_ = ld_most_ / kGroup;
-  const size_t vectors = 2 * static_cast<size_t>(config.num_layers) * config.num_kv_heads * config.num_slots;
+  const size_t segments = (static_cast<size_t>(config.num_slots) + kSegment - 1) / kSegment;
+  const size_t vectors = segments * 2 * config.num_layers * config.num_kv_heads * kSegment;
   kv_ = ZeroedMemory(vectors * config.head_dim * element_bytes(config.kv_format));
   if (config.kv_format == KvFormat::i8) kv_scales_ = ZeroedMemory(vectors * sizeof(float));
 }

@@ -3,7 +3,8 @@
 // Per group of 32 values of K the products are summed as integers (exact, so in any order) and enter the output lane's
 // float chain in ascending group order:  y = fma(isum, d * s, y);  y = fma(m, s * sum(q), y)  with the weight group's
 // scale d and minimum m (-8 d for plain 4 bits, none for 8) and the activation group's scale s. Tiles, threads and
-// batch choose only which outputs are computed together.
+// batch choose only which outputs are computed together. Last, in ascending order of K, each outlier of the row enters
+// with its float value.
 #include "kernels/rows.h"
 
 namespace phloem {
@@ -258,16 +259,72 @@ void all_tiles(const GemmArgs& args) {
 
 #endif
 
+// Weights of one value of K for half a panel's columns, as stored integers.
+template <WeightFormat kFormat>
+PHLOEM_INLINE I8 stored_weights(const uint8_t* block, int k, int half) {
+  I8 words;
+  if constexpr (kFormat == WeightFormat::q8) {
+    std::memcpy(&words, block + k / 4 * 64 + 32 * half, sizeof words);
+    return words << (24 - 8 * (k % 4)) >> 24;
+  } else {
+    std::memcpy(&words, block + k / 8 * 64 + 32 * half, sizeof words);
+    return words >> (8 * (k % 4) + (k % 8 < 4 ? 0 : 4)) & 15;
+  }
+}
+
+// Adds outlier value times weight to the panel's outputs of the row.
+template <WeightFormat kFormat>
+void add_outlier(const GemmArgs& args, int row, int panel, int group, int k, float value) {
+  const MatrixView& w = *args.w;
+  const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes + group * (w.panel_bytes / w.groups);
+  for (int half = 0; half < 2; ++half) {
+    float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel + 8 * half;
+    F8 d, m = {};
+    load_scales<kFormat>(block, half, &d, &m);
+    const F8 weights = fma(__builtin_convertvector(stored_weights<kFormat>(block, k, half), F8), d, m);
+    store(out, fma(splat(value), weights, load(out)));
+  }
+}
+
+template <WeightFormat kFormat>
+void add_outliers(const GemmArgs& args) {
+  const int groups = args.a.ld / kGroup;
+  const uint8_t* places = args.a.outlier_at + static_cast<int64_t>(args.row_begin) * groups;
+  const int count = (args.row_end - args.row_begin) * groups;
+  for (int i = 0; i < count; ++i) {
+    uint64_t eight;
+    if (i % 8 == 0 && i + 8 <= count) {
+      // Most groups have none.
+      std::memcpy(&eight, places + i, 8);
+      if (eight == 0) {
+        i += 7;
+        continue;
+      }
+    }
+    if (places[i] == 0) continue;
+    const int row = args.row_begin + i / groups, group = i % groups;
+    const float value = args.a.outlier[static_cast<int64_t>(row) * groups + group];
+    for (int panel = args.panel_begin; panel < args.panel_end; ++panel)
+      add_outlier<kFormat>(args, row, panel, group, places[i] - 1, value);
+  }
+}
+
+template <WeightFormat kFormat>
+void product(const GemmArgs& args) {
+  all_tiles<kFormat>(args);
+  add_outliers<kFormat>(args);
+}
+
 }  // namespace
 
 void gemm(const GemmArgs& args) {
   switch (args.w->format) {
     case WeightFormat::q4:
-      return all_tiles<WeightFormat::q4>(args);
+      return product<WeightFormat::q4>(args);
     case WeightFormat::q4m:
-      return all_tiles<WeightFormat::q4m>(args);
+      return product<WeightFormat::q4m>(args);
     case WeightFormat::q8:
-      return all_tiles<WeightFormat::q8>(args);
+      return product<WeightFormat::q8>(args);
     default:
       return gemm_float(args);
   }

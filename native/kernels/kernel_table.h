@@ -31,12 +31,15 @@ struct MatrixView {
   bool is_quantised() const { return format <= WeightFormat::q8; }
 };
 
-// Rows of activations: float, or int8 with scale and scale * sum(q) per group, or both.
+// Rows of activations: float, or int8 with scale and scale * sum(q) per group, or both. A value that stands out from
+// its group is left out of q and kept as a float, or it would cost the other 31 their precision.
 struct ActView {
-  float* f;      // [rows, ld]
-  int8_t* q;     // [rows, ld]
-  float* scale;  // [rows, ld / kGroup]
-  float* sum;    // [rows, ld / kGroup]
+  float* f;             // [rows, ld]
+  int8_t* q;            // [rows, ld]
+  float* scale;         // [rows, ld / kGroup]
+  float* sum;           // [rows, ld / kGroup]
+  float* outlier;       // [rows, ld / kGroup]
+  uint8_t* outlier_at;  // [rows, ld / kGroup]: place in the group plus one, 0 for none
   int ld;
 };
 
@@ -55,13 +58,22 @@ constexpr size_t gemm_scratch_bytes(int groups) {
   return static_cast<size_t>(groups) * (kGroup * kPanel + 2 * kPanel * sizeof(float));
 }
 
-// K and V of one layer: [kv_heads, num_slots, d] elements; scales [kv_heads, num_slots] for int8 only.
+// K and V of one layer. The cache is cut into segments of kSegment slots, each [layers, K and V, kv_heads, kSegment,
+// d], so that the memory in use is as compact as the slots in use; `k` and `v` point at the layer's part of the first
+// segment. int8 has one scale per vector, in the same order.
+constexpr int kSegmentBits = 10;
+constexpr int kSegment = 1 << kSegmentBits;
+
 struct KvView {
   KvFormat format;
   uint8_t *k, *v;
   float *k_scale, *v_scale;
-  int64_t num_slots;
+  int64_t segment_vectors;  // of a whole segment
   int num_kv_heads, head_dim;
+
+  int64_t vector_index(int head, int32_t slot) const {
+    return (slot >> kSegmentBits) * segment_vectors + head * kSegment + (slot & (kSegment - 1));
+  }
 };
 
 // Rows of one or more neighbouring sequences that attend together. `shared_tiles[s]` counts the leading full tiles
@@ -104,12 +116,14 @@ struct KernelTable {
   void (*gemm)(const GemmArgs&);
   // out[i] = x[i] / rms(x) * weight[i]; n true columns, out padded to a group with zeros.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
-  void (*quantize_row)(const float* x, int padded, int8_t* q, float* scale, float* sum);
+  // Columns [begin, begin + count) of one row of `a`, whole groups.
+  void (*quantize_row)(const ActView& a, int row, int begin, int count);
   // gate[i] = act(gate[i]) * up[i]
   void (*gate)(Activation kind, float* gate, const float* up, int padded);
   // In place; half-split pairs; then every value times `factor`.
   void (*rope)(float* x, const float* cos, const float* sin, int head_dim, float factor);
-  void (*write_kv)(const KvView& kv, int head, int64_t slot, const float* k, const float* v);
+  // Stores one rotated key (or one value) of head_dim floats.
+  void (*write_kv)(const KvView& kv, bool is_value, int head, int32_t slot, const float* x);
   void (*gather_row)(const MatrixView& w, int row, float* out);
   void (*attend)(const AttendArgs&);
   void (*fold)(const FoldArgs&);

@@ -17,16 +17,19 @@ struct Product {
       : w(matrix.view()), kernels(kernels), pool(num_threads), rows(rows), ld(w.groups * kGroup) {
     const size_t count = static_cast<size_t>(rows) * ld;
     ld_out = static_cast<int64_t>(w.panels()) * kPanel;
-    a = {f.reserve(count), q.reserve(count), scale.reserve(count / kGroup), sum.reserve(count / kGroup), ld};
+    a = {f.reserve(count),
+         q.reserve(count),
+         scale.reserve(count / kGroup),
+         sum.reserve(count / kGroup),
+         outlier.reserve(count / kGroup),
+         outlier_at.reserve(count / kGroup),
+         ld};
     y.reserve(static_cast<size_t>(rows) * ld_out);
     scratch.reserve(gemm_scratch_bytes(w.groups) * num_threads);
   }
 
   void quantise() {
-    for (int row = 0; row < rows; ++row) {
-      const size_t at = static_cast<size_t>(row) * ld;
-      kernels.quantize_row(a.f + at, ld, a.q + at, a.scale + at / kGroup, a.sum + at / kGroup);
-    }
+    for (int row = 0; row < rows; ++row) kernels.quantize_row(a, row, 0, ld);
   }
 
   void run() {
@@ -47,9 +50,9 @@ struct Product {
   ThreadPool pool;
   int rows, ld;
   int64_t ld_out;
-  Workspace<float> f, scale, sum, y;
+  Workspace<float> f, scale, sum, outlier, y;
   Workspace<int8_t> q;
-  Workspace<uint8_t> scratch;
+  Workspace<uint8_t> outlier_at, scratch;
   ActView a;
 };
 

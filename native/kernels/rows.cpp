@@ -2,6 +2,9 @@
 // table of this instruction set. Must not know threads, plans or models.
 #include "kernels/rows.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace phloem {
 namespace PHLOEM_ISA {
 
@@ -19,22 +22,57 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   for (int i = 0; i < padded; i += 8) store(out + i, load(x + i) * factor * load(weight + i));
 }
 
-void quantize_row(const float* x, int padded, int8_t* q, float* scale, float* sum) {
-  for (int g = 0; g < padded / kGroup; ++g, x += kGroup, q += kGroup) {
+namespace {
+
+constexpr float kOutlierRatio = 3.0f;  // to the next largest of the group
+
+struct Extremes {
+  float largest, second;
+};
+
+Extremes extremes(const F8 v[4]) {
+  F8 top = abs(v[0]), next = splat(0.0f);
+  for (int j = 1; j < 4; ++j) {
+    const F8 a = abs(v[j]);
+    next = max(next, min(top, a));
+    top = max(top, a);
+  }
+  Extremes found{0.0f, 0.0f};
+  for (int i = 0; i < 8; ++i) {
+    found.second = std::max({found.second, std::min(found.largest, top[i]), next[i]});
+    found.largest = std::max(found.largest, top[i]);
+  }
+  return found;
+}
+
+}  // namespace
+
+void quantize_row(const ActView& a, int row, int begin, int count) {
+  const size_t at = static_cast<size_t>(row) * a.ld + begin;
+  const float* x = a.f + at;
+  int8_t* q = a.q + at;
+  for (size_t g = at / kGroup; g < (at + count) / kGroup; ++g, x += kGroup, q += kGroup) {
     F8 v[4];
-    F8 top = splat(0.0f);
-    for (int j = 0; j < 4; ++j) {
-      v[j] = load(x + 8 * j);
-      top = max(abs(v[j]), top);
+    for (int j = 0; j < 4; ++j) v[j] = load(x + 8 * j);
+    const Extremes found = extremes(v);
+    float amax = found.largest;
+    a.outlier_at[g] = 0;
+    a.outlier[g] = 0.0f;
+    if (found.largest > kOutlierRatio * found.second && found.largest > 1e-30f) {
+      int place = 0;
+      while (place < kGroup - 1 && std::fabs(x[place]) != found.largest) ++place;
+      v[place / 8][place % 8] = 0.0f;
+      a.outlier_at[g] = static_cast<uint8_t>(place + 1);
+      a.outlier[g] = x[place];
+      amax = found.second;
     }
-    const float amax = max_lanes(top);
     const F8 inverse = splat(amax > 1e-30f ? 127.0f / amax : 0.0f);
     I8 total = {};
     for (int j = 0; j < 4; ++j) total += store_i8(q + 8 * j, v[j] * inverse);
     int32_t whole = 0;
     for (int i = 0; i < 8; ++i) whole += total[i];
-    scale[g] = amax > 1e-30f ? amax * (1.0f / 127.0f) : 0.0f;
-    sum[g] = scale[g] * static_cast<float>(whole);
+    a.scale[g] = amax > 1e-30f ? amax * (1.0f / 127.0f) : 0.0f;
+    a.sum[g] = a.scale[g] * static_cast<float>(whole);
   }
 }
 
@@ -103,10 +141,9 @@ PHLOEM_INLINE void write_vector(KvFormat format, uint8_t* base, float* scales, i
 
 }  // namespace
 
-void write_kv(const KvView& kv, int head, int64_t slot, const float* k, const float* v) {
-  const int64_t index = head * kv.num_slots + slot;
-  write_vector(kv.format, kv.k, kv.k_scale, index, kv.head_dim, k);
-  write_vector(kv.format, kv.v, kv.v_scale, index, kv.head_dim, v);
+void write_kv(const KvView& kv, bool is_value, int head, int32_t slot, const float* x) {
+  const int64_t index = kv.vector_index(head, slot);
+  write_vector(kv.format, is_value ? kv.v : kv.k, is_value ? kv.v_scale : kv.k_scale, index, kv.head_dim, x);
 }
 
 namespace {

@@ -8,10 +8,10 @@ namespace phloem {
 namespace PHLOEM_ISA {
 
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out);
-void quantize_row(const float* x, int padded, int8_t* q, float* scale, float* sum);
+void quantize_row(const ActView& a, int row, int begin, int count);
 void gate(Activation kind, float* gate, const float* up, int padded);
 void rope(float* x, const float* cos, const float* sin, int head_dim, float factor);
-void write_kv(const KvView& kv, int head, int64_t slot, const float* k, const float* v);
+void write_kv(const KvView& kv, bool is_value, int head, int32_t slot, const float* x);
 void gather_row(const MatrixView& w, int row, float* out);
 void gemm(const GemmArgs& args);
 void gemm_float(const GemmArgs& args);

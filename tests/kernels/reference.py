@@ -38,14 +38,19 @@ def unpack(matrix: PackedMatrix) -> Float64Array:
 
 
 def quantised_rows(x: NDArray[np.float32]) -> Float64Array:
-    """What int8 activations with one scale per 32 keep of x [rows, k]."""
+    """What int8 activations with one scale per 32 keep of x [rows, k], outliers kept as floats."""
     rows, k = x.shape
     padded = np.zeros((rows, -(-k // 32) * 32), np.float32)
     padded[:, :k] = x
     groups = padded.reshape(rows, -1, 32)
-    top = np.abs(groups).max(axis=2, keepdims=True)
+    ordered = np.sort(np.abs(groups), axis=2)
+    largest, second = ordered[..., -1:], ordered[..., -2:-1]
+    stands_out = (largest > 3 * second) & (largest > 1e-30)
+    is_outlier = (np.abs(groups) == largest) & stands_out
+    top = np.where(stands_out, second, largest)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 1e-30)
-    values = np.rint(groups * inverse).astype(np.float64) * (top * np.float32(1 / 127))
+    values = np.rint(np.where(is_outlier, 0, groups) * inverse).astype(np.float64) * (top * np.float32(1 / 127))
+    values = np.where(is_outlier, groups, values)
     return values.reshape(rows, -1)[:, :k]
 
 

@@ -39,7 +39,11 @@ def product(matrix: PackedMatrix, x: np.ndarray, isa: str, threads: int = 1) -> 
 
 def random_rows(rows: int, k: int, seed: int = 1) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return rng.standard_normal((rows, k)).astype(np.float32) * rng.uniform(0.1, 30, (rows, 1)).astype(np.float32)
+    x = rng.standard_normal((rows, k)).astype(np.float32) * rng.uniform(0.1, 30, (rows, 1)).astype(np.float32)
+    # A third of the groups have a value that stands out, as real activations do.
+    for row, column in zip(*np.nonzero(rng.random((rows, k)) < 1 / 96), strict=True):
+        x[row, column] *= 100
+    return x
 
 
 @pytest.mark.parametrize("shape", SHAPES)
