@@ -1,4 +1,4 @@
-"""Cached tokens of the demo model, to the token: a request reuses all that any request before it computed."""
+"""Cached tokens of the demo model, to the token: a request reuses all that an earlier one computed."""
 
 from __future__ import annotations
 
