@@ -397,16 +397,16 @@ void bind_views(nb::class_<Tree>& c) {
 }
 
 void bind_pool(nb::module_& m) {
-  nb::class_<PagePool>(m, "PagePool")
+  nb::class_<CheckedPagePool>(m, "PagePool")
       .def("__init__",
-           [](PagePool* self, int64_t num_pages) {
+           [](CheckedPagePool* self, int64_t num_pages) {
              if (num_pages < 1 || num_pages > 0x7ffffffe) {
                throw CacheError("num_pages must be from 1 to 2^31-2, got " + std::to_string(num_pages));
              }
-             new (self) PagePool(static_cast<uint32_t>(num_pages));
+             new (self) CheckedPagePool(static_cast<uint32_t>(num_pages));
            })
       .def("allocate",
-           [](PagePool& pool, int64_t n) -> nb::object {
+           [](CheckedPagePool& pool, int64_t n) -> nb::object {
              const uint32_t count = checked_count(n, "n");
              if (count > pool.num_pages()) {
                throw CapacityError("cannot allocate " + std::to_string(n) + " pages: the pool has " +
@@ -417,12 +417,12 @@ void bind_pool(nb::module_& m) {
              return int32_array(ids);
            })
       .def("free",
-           [](PagePool& pool, nb::handle pages) {
+           [](CheckedPagePool& pool, nb::handle pages) {
              const Array<int32_t> array(pages, "pages");
              pool.free(reinterpret_cast<const PageId*>(array.data()), static_cast<uint32_t>(array.size()));
            })
-      .def_prop_ro("num_free", &PagePool::num_free)
-      .def_prop_ro("num_pages", &PagePool::num_pages);
+      .def_prop_ro("num_free", &CheckedPagePool::num_free)
+      .def_prop_ro("num_pages", &CheckedPagePool::num_pages);
 }
 
 }  // namespace

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <utility>
 
 #include "tree/node.h"
+#include "tree/zeroed_array.h"
 
 namespace phloem {
 
@@ -52,13 +53,15 @@ class ChildIndex {
     --count_;
   }
 
+  void prefetch(uint32_t hash) const { __builtin_prefetch(&table_[hash & mask()]); }
+
   size_t size() const { return count_; }
-  uint64_t bytes() const { return table_.capacity() * sizeof(Entry); }
+  uint64_t bytes() const { return table_.bytes(); }
 
  private:
   struct Entry {
-    uint32_t hash = 0;
-    uint32_t id_plus_1 = 0;
+    uint32_t hash;
+    uint32_t id_plus_1;  // 0: empty
   };
 
   size_t mask() const { return table_.size() - 1; }
@@ -76,14 +79,14 @@ class ChildIndex {
   }
 
   void resize() {
-    std::vector<Entry> old(table_.size() * 2);
-    old.swap(table_);
+    ZeroedArray<Entry> old(table_.size() * 2);
+    std::swap(old, table_);
     for (const Entry& entry : old) {
       if (entry.id_plus_1 != 0) place(entry);
     }
   }
 
-  std::vector<Entry> table_;
+  ZeroedArray<Entry> table_;
   size_t count_ = 0;
 };
 

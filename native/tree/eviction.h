@@ -95,6 +95,9 @@ class EvictionOrder {
     return kNone;
   }
 
+  // The node that is likely to go after `id`, or kNone (heaps do not know).
+  NodeId after(NodeId id) const { return policy_ == Policy::kLru && id != kNone ? nodes_.cold(id).next : kNone; }
+
   // The node is being evicted: gdsf's clock moves to its key.
   void note_evicted(NodeId id) {
     if (policy_ == Policy::kGdsf) clock_ = std::max(clock_, static_cast<float>(key(id).value));

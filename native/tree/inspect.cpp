@@ -100,6 +100,10 @@ class TreeChecker {
     for (const NodeId root : t_.roots_) {
       if (!walk_space(root)) return error_;
     }
+    for (const PageId page : t_.pool_.free_pages()) {
+      if (page_owner_[page] != kNone) return "page " + std::to_string(page) + " is free twice, or free and in a node";
+      page_owner_[page] = page;
+    }
     if (nodes_ + t_.roots_.size() != t_.nodes_.num_alive()) return "a node is not reachable from any root";
     if (!check_order() || !check_locks() || !check_marks() || !check_counters() || !check_slab()) return error_;
     return "";
@@ -172,7 +176,6 @@ class TreeChecker {
       if (page_owner_[page] != kNone) {
         return fail(id, "page " + std::to_string(page) + " also in node " + std::to_string(page_owner_[page]));
       }
-      if (!t_.pool_.in_use(page)) return fail(id, "page " + std::to_string(page) + " is free");
       page_owner_[page] = id;
     }
     (h.lock_ref != 0 ? protected_ : evictable_) += pages;

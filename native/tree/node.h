@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "tree/slab.h"
+#include "tree/zeroed_array.h"
 
 namespace phloem {
 
@@ -43,8 +43,8 @@ struct alignas(64) NodeHot {
   uint32_t flags;
 };
 
-// What locking, releasing and evicting touch beside it.
-struct NodeCold {
+// What locking, releasing and evicting touch beside it: one more.
+struct alignas(64) NodeCold {
   uint64_t tick;  // last release (fifo: first insertion)
   uint32_t prev;  // neighbours on the eviction list; `prev` is the place in the heap for heap policies
   uint32_t next;
@@ -67,11 +67,15 @@ class NodeStore {
   NodeCold& cold(NodeId id) { return cold_[id >> kShift][id & kMask]; }
   const NodeCold& cold(NodeId id) const { return cold_[id >> kShift][id & kMask]; }
 
+  void prefetch(NodeId id) const {
+    __builtin_prefetch(&hot(id));
+    __builtin_prefetch(&cold(id));
+  }
+
   NodeId create() {
-    if (free_ == kNone) grow();
-    const NodeId id = free_;
+    const NodeId id = free_ != kNone ? free_ : fresh();
     NodeHot& h = hot(id);
-    free_ = h.next_sibling;
+    if (free_ != kNone) free_ = h.next_sibling;
     const uint32_t generation = h.generation + 1;
     h = NodeHot{};
     h.generation = generation;
@@ -95,28 +99,28 @@ class NodeStore {
   }
 
   bool alive(NodeId id, uint32_t generation) const {
-    return id < num_ids() && (hot(id).flags & kAlive) != 0 && hot(id).generation == generation;
+    return id < fresh_ && (hot(id).flags & kAlive) != 0 && hot(id).generation == generation;
   }
   uint32_t num_alive() const { return num_alive_; }
-  uint32_t num_ids() const { return static_cast<uint32_t>(hot_.size()) << kShift; }
-  uint64_t bytes() const { return uint64_t{num_ids()} * (sizeof(NodeHot) + sizeof(NodeCold)); }
+  uint32_t num_ids() const { return fresh_; }
+  uint64_t bytes() const { return (uint64_t{hot_.size()} << kShift) * (sizeof(NodeHot) + sizeof(NodeCold)); }
 
  private:
-  static constexpr uint32_t kShift = 10;
+  static constexpr uint32_t kShift = 15;  // two huge pages per block
   static constexpr uint32_t kMask = (1u << kShift) - 1;
 
-  void grow() {
-    const NodeId base = num_ids();
-    hot_.emplace_back(new NodeHot[1u << kShift]());
-    cold_.emplace_back(new NodeCold[1u << kShift]());
-    for (uint32_t i = 1u << kShift; i-- > 0;) {
-      hot(base + i).next_sibling = free_;
-      free_ = base + i;
+  // An id that was never used; its record is zero.
+  NodeId fresh() {
+    if (fresh_ == hot_.size() << kShift) {
+      hot_.emplace_back(size_t{1} << kShift);
+      cold_.emplace_back(size_t{1} << kShift);
     }
+    return fresh_++;
   }
 
-  std::vector<std::unique_ptr<NodeHot[]>> hot_;
-  std::vector<std::unique_ptr<NodeCold[]>> cold_;
+  std::vector<ZeroedArray<NodeHot>> hot_;
+  std::vector<ZeroedArray<NodeCold>> cold_;
+  NodeId fresh_ = 0;
   NodeId free_ = kNone;
   uint32_t num_alive_ = 0;
 };

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <utility>
 #include <vector>
+
+#include "tree/zeroed_array.h"
 
 namespace phloem {
 
@@ -15,7 +17,7 @@ class Slab {
     uint32_t offset;
   };
   static constexpr uint32_t kNoChunk = 0xffffffffu;
-  static constexpr uint32_t kChunkWords = 1u << 18;  // 1 MiB
+  static constexpr uint32_t kChunkWords = 1u << 19;  // 2 MiB
 
   // Room for n words; O(1). An extent that would fill a quarter of a chunk gets a chunk of its own.
   Ref allocate(uint32_t n) {
@@ -48,17 +50,17 @@ class Slab {
     return chunk.live < chunk.size / 4;
   }
 
-  uint32_t* at(uint32_t chunk, uint32_t offset) { return chunks_[chunk].words.get() + offset; }
-  const uint32_t* at(uint32_t chunk, uint32_t offset) const { return chunks_[chunk].words.get() + offset; }
+  uint32_t* at(uint32_t chunk, uint32_t offset) { return chunks_[chunk].words.data() + offset; }
+  const uint32_t* at(uint32_t chunk, uint32_t offset) const { return chunks_[chunk].words.data() + offset; }
   uint32_t& first_holder(uint32_t chunk) { return chunks_[chunk].first_holder; }
   uint32_t live_words(uint32_t chunk) const { return chunks_[chunk].live; }
   uint32_t num_chunks() const { return static_cast<uint32_t>(chunks_.size()); }
-  bool alive(uint32_t chunk) const { return chunks_[chunk].words != nullptr; }
+  bool alive(uint32_t chunk) const { return static_cast<bool>(chunks_[chunk].words); }
   uint64_t bytes() const { return bytes_; }
 
  private:
   struct Chunk {
-    std::unique_ptr<uint32_t[]> words;
+    ZeroedArray<uint32_t> words;
     uint32_t size = 0;
     uint32_t used = 0;
     uint32_t live = 0;
@@ -78,7 +80,7 @@ class Slab {
     if (size == kChunkWords && spare_) {
       chunk.words = std::move(spare_);
     } else {
-      chunk.words.reset(new uint32_t[size]);
+      chunk.words = ZeroedArray<uint32_t>(size);
     }
     chunk.size = size;
     chunk.used = chunk.live = 0;
@@ -90,14 +92,14 @@ class Slab {
   void drop(uint32_t id) {
     Chunk& chunk = chunks_[id];
     bytes_ -= uint64_t{chunk.size} * sizeof(uint32_t);
-    if (chunk.size == kChunkWords && !spare_) spare_ = std::move(chunk.words);
-    chunk.words.reset();
+    ZeroedArray<uint32_t> words = std::move(chunk.words);
+    if (chunk.size == kChunkWords && !spare_) spare_ = std::move(words);
     vacant_.push_back(id);
   }
 
   std::vector<Chunk> chunks_;
   std::vector<uint32_t> vacant_;
-  std::unique_ptr<uint32_t[]> spare_;
+  ZeroedArray<uint32_t> spare_;
   uint32_t current_ = kNoChunk;
   uint64_t bytes_ = 0;
 };
