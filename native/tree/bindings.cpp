@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -251,14 +252,33 @@ nb::object int32_array(const std::vector<int32_t>& values) {
   return nb::cast(nb::ndarray<nb::numpy, int32_t>(data, {values.size()}, owner));
 }
 
+nb::bytes hash_bytes(const PrefixHash& hash) {
+  const uint64_t words[2] = {hash.a, hash.b};
+  return nb::bytes(reinterpret_cast<const char*>(words), sizeof(words));
+}
+
+nb::bytes prefix_hash(nb::handle tokens, std::optional<nb::bytes> parent) {
+  const Array<int32_t> array(tokens, "tokens");
+  PrefixHash hash;
+  if (parent) {
+    uint64_t words[2];
+    if (parent->size() != sizeof(words)) {
+      throw CacheError("parent: expected the 16 bytes of a prefix hash, got " + std::to_string(parent->size()));
+    }
+    std::memcpy(words, parent->c_str(), sizeof(words));
+    hash = {words[0], words[1]};
+  }
+  hash.update(array.data(), array.size());
+  return hash_bytes(hash);
+}
+
 // (kind, namespace id, position, 16 bytes of prefix hash, tokens)
 nb::list Tree::take_events() {
   const std::vector<Event> events = locked([](RadixTree& tree) { return tree.take_events(); });
   nb::list out;
   for (const Event& e : events) {
     const char* kind = e.kind == EventKind::kStored ? "stored" : e.kind == EventKind::kRemoved ? "removed" : "cleared";
-    out.append(nb::make_tuple(kind, e.space, e.position, nb::bytes(reinterpret_cast<const char*>(e.prefix), 16),
-                              int32_array(e.tokens)));
+    out.append(nb::make_tuple(kind, e.space, e.position, hash_bytes(e.prefix), int32_array(e.tokens)));
   }
   return out;
 }
@@ -439,6 +459,7 @@ NB_MODULE(_tree, m) {
         return "Probe(length=" + std::to_string(p.length) + ", node=" + std::to_string(p.node) +
                ", generation=" + std::to_string(p.generation) + ", epoch=" + std::to_string(p.epoch) + ")";
       });
+  m.def("prefix_hash", &prefix_hash, nb::arg("tokens"), nb::arg("parent") = nb::none());
   bind_pool(m);
   nb::class_<Tree> tree(m, "RadixTree");
   tree.def(nb::init<int64_t, int64_t, const std::string&, double, double>())

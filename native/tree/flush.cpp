@@ -55,7 +55,7 @@ uint64_t RadixTree::flush_space(SpaceId space) {
     if ((hot(child).flags & kDetached) == 0) freed += flush_subtree(child);
     child = next;
   }
-  if (listening_) events_.push_back({EventKind::kCleared, space, 0, {0, 0}, {}});
+  if (listening_) events_.push_back({EventKind::kCleared, space, 0, {}, {}});
   ++version_;
   return freed;
 }

@@ -58,24 +58,15 @@ void RadixTree::listen(bool on) {
 
 std::vector<Event> RadixTree::take_events() { return std::exchange(events_, {}); }
 
-// Two independent 64-bit lanes over the tokens before position `length`. O(length).
-void RadixTree::hash_prefix(NodeId node, uint32_t length, uint64_t out[2]) const {
+// The hash of the tokens before position `length`. O(length).
+PrefixHash RadixTree::hash_prefix(NodeId node, uint32_t length) const {
   std::vector<NodeId> path;
   for (NodeId id = climb(node, length); !is_root(id); id = hot(id).parent) path.push_back(id);
-  uint64_t a = 0x243f6a8885a308d3ull, b = 0x13198a2e03707344ull;
+  PrefixHash hash;
   for (size_t i = path.size(); i-- > 0;) {
-    const uint32_t n = std::min(end(path[i]), length) - hot(path[i]).start;
-    const int32_t* tokens = key(path[i]);
-    for (uint32_t j = 0; j < n; ++j) {
-      const uint64_t token = static_cast<uint32_t>(tokens[j]);
-      a = (a ^ token) * 0x9e3779b97f4a7c15ull;
-      a ^= a >> 31;
-      b = (b + token + 1) * 0xd6e8feb86659fd93ull;
-      b ^= b >> 29;
-    }
+    hash.update(key(path[i]), std::min(end(path[i]), length) - hot(path[i]).start);
   }
-  out[0] = a;
-  out[1] = b;
+  return hash;
 }
 
 // Whole pages of settled tokens in [from, to) of a node have come or gone. Nothing when nobody listens.
@@ -84,8 +75,7 @@ void RadixTree::emit(EventKind kind, NodeId id, uint32_t from, uint32_t to) {
   const uint32_t first = floor(from + page_size_ - 1);
   const uint32_t last = floor(std::min(to, hot(id).start + hot(id).pending_from));
   if (first >= last) return;
-  Event event{kind, cold(id).space, first, {0, 0}, {}};
-  hash_prefix(id, first, event.prefix);
+  Event event{kind, cold(id).space, first, hash_prefix(id, first), {}};
   event.tokens.assign(key(id) + (first - hot(id).start), key(id) + (last - hot(id).start));
   events_.push_back(std::move(event));
 }

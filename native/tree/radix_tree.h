@@ -16,6 +16,7 @@
 #include "tree/eviction.h"
 #include "tree/node.h"
 #include "tree/page_pool.h"
+#include "tree/prefix_hash.h"
 #include "tree/slab.h"
 
 namespace phloem {
@@ -68,7 +69,7 @@ struct Event {
   EventKind kind;
   SpaceId space;
   uint32_t position;
-  uint64_t prefix[2];
+  PrefixHash prefix;
   std::vector<int32_t> tokens;
 };
 
@@ -185,7 +186,7 @@ class RadixTree {
     double expires_at = 0.0;
   };
 
-  // radix_tree.cpp: structure
+  // radix_tree.cpp, shrink.cpp: structure
   NodeHot& hot(NodeId id) { return nodes_.hot(id); }
   const NodeHot& hot(NodeId id) const { return nodes_.hot(id); }
   NodeCold& cold(NodeId id) { return nodes_.cold(id); }
@@ -271,7 +272,7 @@ class RadixTree {
   uint64_t flush_subtree(NodeId top);
 
   // inspect.cpp
-  void hash_prefix(NodeId node, uint32_t length, uint64_t out[2]) const;
+  PrefixHash hash_prefix(NodeId node, uint32_t length) const;
   void emit(EventKind kind, NodeId node, uint32_t from, uint32_t to);
 
   const TreeConfig config_;

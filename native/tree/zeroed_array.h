@@ -8,7 +8,9 @@
 #include <type_traits>
 #include <utility>
 
-#ifdef __linux__
+// Under the address sanitizer memory comes from where it looks.
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
+#define PHLOEM_HUGE_PAGES 1
 #include <sys/mman.h>
 #endif
 
@@ -32,7 +34,7 @@ class ZeroedArray {
     return *this;
   }
   ~ZeroedArray() {
-#ifdef __linux__
+#ifdef PHLOEM_HUGE_PAGES
     if (mapped_size() > 0) {
       munmap(data_, mapped_size());
       return;
@@ -60,7 +62,7 @@ class ZeroedArray {
   }
 
   static void* allocate(size_t size, size_t align) {
-#ifdef __linux__
+#ifdef PHLOEM_HUGE_PAGES
     if (align == kHuge) {
       // One huge page more than needed, so that an aligned run is inside; the rest is given back.
       auto* raw =

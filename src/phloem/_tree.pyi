@@ -18,6 +18,9 @@ class Probe:
     @property
     def epoch(self) -> int: ...
 
+def prefix_hash(tokens: _Tokens, parent: bytes | None = None) -> bytes:
+    """The 16-byte name of the prefix `tokens`, or of `parent`'s prefix with `tokens` behind it."""
+
 class PagePool:
     """Fixed ids 0 .. num_pages - 1; O(1) per page."""
 

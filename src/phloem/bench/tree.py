@@ -21,6 +21,8 @@ from phloem.kv.manager import KVCacheManager
 from phloem.types import DEFAULT_NAMESPACE, Int32Array
 
 VOCAB = 32000
+LEAVES = (1000, 100000)
+"""Sizes of the trees whose cost per evicted node is compared."""
 
 
 def median_seconds(call: Callable[[], object], repeats: int, *, inner: int = 1) -> float:
@@ -169,7 +171,7 @@ class Call:
 
 
 def agent_trace(conversations: int, seed: int = 0) -> list[Call]:
-    """Multi-turn agents: 20 system prompts (zipf), turns that grow to 1-4k tokens, recent conversations first (zipf)."""
+    """Multi-turn agents: 20 system prompts (zipf), histories that grow to 1-4k tokens, the recent ones go on (zipf)."""
     rng = np.random.default_rng(seed)
 
     def text(low: int, high: int) -> Int32Array:
@@ -273,8 +275,11 @@ def _print_verbs(million: int, repeats: int) -> None:
     for length in (4096, 131072):
         times = lookup_times(cache, ns_id, length, repeats)
         print(f"lookup of {length:,} warm tokens: {_us(times.native)} native, {_us(times.python)} from Python")
-    small, large = (evict_seconds_per_node(leaves, repeats) for leaves in (1000, 100000))
-    print(f"evict, per node: {small * 1e9:.0f} ns of 1,000 leaves, {large * 1e9:.0f} ns of 100,000 ({large / small:.2f}x)")
+    small, large = (evict_seconds_per_node(leaves, repeats) for leaves in LEAVES)
+    print(
+        f"evict, per node: {small * 1e9:.0f} ns of {LEAVES[0]:,} leaves, {large * 1e9:.0f} ns of {LEAVES[1]:,} "
+        f"({large / small:.2f}x)"
+    )
     for page_size in (1, 16):
         extend, complete = extend_seconds(64, 400, page_size=page_size)
         print(f"decode of 64, page size {page_size}: extend {_us(extend)}, complete {_us(complete)}")

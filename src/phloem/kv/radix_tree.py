@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem._tree import Probe, RadixTree
+from phloem._tree import Probe, RadixTree, prefix_hash
 from phloem.types import Int32Array
 
-__all__ = ["Append", "CacheStats", "NodeView", "Pin", "Probe", "RadixTree", "TreeEvent", "TreeSnapshot"]
+__all__ = ["Append", "CacheStats", "NodeView", "Pin", "Probe", "RadixTree", "TreeEvent", "TreeSnapshot", "prefix_hash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class CacheStats:
 class TreeEvent(NamedTuple):
     """A change of what can be matched, in whole pages.
 
-    `parent` is a 16-byte hash of the tokens before `position`, so a listener can mirror the tree without knowing how
-    nodes split and merge. `cleared`: the whole namespace went (its `removed` events come first).
+    `parent` is the prefix_hash of the tokens before `position`, so a listener can mirror the tree, page by page,
+    without knowing how nodes split and merge. `cleared`: the whole namespace went (its `removed` events come first).
     """
 
     kind: Literal["stored", "removed", "cleared"]
