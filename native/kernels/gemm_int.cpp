@@ -317,6 +317,34 @@ void product(const GemmArgs& args) {
 
 }  // namespace
 
+int64_t count_peak(int64_t rounds) {
+  constexpr int kChains = 12;
+#ifdef __AVX2__
+  __m256i sums[kChains] = {};
+  __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(1);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < kChains; ++j) {
+      asm volatile("" : "+x"(a));  // else the compiler sees that the product never changes
+      sums[j] = _mm256_add_epi16(sums[j], _mm256_maddubs_epi16(a, b));
+    }
+  }
+  for (int j = 0; j < kChains; ++j) asm volatile("" : : "x"(sums[j]));
+  return rounds * kChains * 32 * 2;
+#else
+  I8 sums[kChains] = {};
+  I8 a = splat_int(3);
+  for (int64_t i = 0; i < rounds; ++i) {
+    for (int j = 0; j < kChains; ++j) {
+      asm volatile("" : "+m"(a));
+      sums[j] += a * splat_int(5);
+    }
+  }
+  for (int j = 0; j < kChains; ++j) asm volatile("" : : "m"(sums[j]));
+  return rounds * kChains * 8 * 2;
+#endif
+}
+
 void gemm(const GemmArgs& args) {
   switch (args.w->format) {
     case WeightFormat::q4:

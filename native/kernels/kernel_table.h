@@ -127,6 +127,9 @@ struct KernelTable {
   void (*gather_row)(const MatrixView& w, int row, float* out);
   void (*attend)(const AttendArgs&);
   void (*fold)(const FoldArgs&);
+  // Runs the plainest loop of integer products in registers and returns how many operations (a multiply and an add
+  // each count) that were: what no product can beat.
+  int64_t (*count_peak)(int64_t rounds);
 };
 
 namespace portable {

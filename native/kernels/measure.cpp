@@ -1,6 +1,7 @@
 #include "kernels/measure.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <vector>
 
@@ -36,7 +37,7 @@ struct Product {
     const int step = std::max(1, w.panels() / (8 * pool.size()));
     const int block = std::max(48, (160 << 10) / ld / 12 * 12);
     const int chunks = (w.panels() + step - 1) / step, blocks = (rows + block - 1) / block;
-    pool.run([&](ThreadPool::Member& member) {
+    pool.run([=, this](ThreadPool::Member& member) {
       member.for_each(chunks * blocks, [&](int unit) {
         const int row = unit / chunks * block, panel = unit % chunks * step;
         kernels.gemm({&w, a, row, std::min(row + block, rows), panel, std::min(panel + step, w.panels()), y.data(),
@@ -111,6 +112,22 @@ double measure_bandwidth(int num_threads) {
     best = std::max(best, static_cast<double>(bytes) / (now() - start));
   }
   return sums[0] ? best : 0.0;
+}
+
+double measure_peak(const KernelTable& kernels, int num_threads) {
+  constexpr int kUnits = 64;
+  ThreadPool pool(num_threads);
+  double best = 0.0;
+  for (int i = 0; i < 5; ++i) {
+    std::atomic<int64_t> operations = 0;
+    const double start = now();
+    pool.run([&](ThreadPool::Member& member) {
+      member.for_each(kUnits, [&](int) { operations.fetch_add(kernels.count_peak(10000), std::memory_order_relaxed); });
+    });
+    best = std::max(best, static_cast<double>(operations) / (now() - start));
+    pool.settle();
+  }
+  return best;
 }
 
 }  // namespace phloem

@@ -15,4 +15,7 @@ double time_matmul(const PackedMatrix& matrix, const KernelTable& kernels, int n
 // Bytes per second that `num_threads` threads read from memory far larger than any cache.
 double measure_bandwidth(int num_threads);
 
+// Integer operations per second of all threads in registers: the ceiling of quantised products.
+double measure_peak(const KernelTable& kernels, int num_threads);
+
 }  // namespace phloem

@@ -190,10 +190,20 @@ NB_MODULE(_kernels, m) {
   m.def(
       "measure_bandwidth",
       [](int num_threads) {
+        checked_threads(num_threads);
         nb::gil_scoped_release release;
         return measure_bandwidth(num_threads);
       },
       "num_threads"_a);
+  m.def(
+      "measure_peak",
+      [](const std::string& isa, int num_threads) {
+        const KernelTable& kernels = kernels_for(isa);
+        checked_threads(num_threads);
+        nb::gil_scoped_release release;
+        return measure_peak(kernels, num_threads);
+      },
+      "isa"_a, "num_threads"_a);
 }
 
 }  // namespace phloem

@@ -2,9 +2,6 @@
 // table of this instruction set. Must not know threads, plans or models.
 #include "kernels/rows.h"
 
-#include <algorithm>
-#include <cmath>
-
 namespace phloem {
 namespace PHLOEM_ISA {
 
@@ -39,8 +36,10 @@ Extremes extremes(const F8 v[4]) {
   }
   Extremes found{0.0f, 0.0f};
   for (int i = 0; i < 8; ++i) {
-    found.second = std::max({found.second, std::min(found.largest, top[i]), next[i]});
-    found.largest = std::max(found.largest, top[i]);
+    const float lower = top[i] < found.largest ? top[i] : found.largest;
+    found.second = lower > found.second ? lower : found.second;
+    found.second = next[i] > found.second ? next[i] : found.second;
+    found.largest = top[i] > found.largest ? top[i] : found.largest;
   }
   return found;
 }
@@ -60,7 +59,7 @@ void quantize_row(const ActView& a, int row, int begin, int count) {
     a.outlier[g] = 0.0f;
     if (found.largest > kOutlierRatio * found.second && found.largest > 1e-30f) {
       int place = 0;
-      while (place < kGroup - 1 && std::fabs(x[place]) != found.largest) ++place;
+      while (place < kGroup - 1 && __builtin_fabsf(x[place]) != found.largest) ++place;
       v[place / 8][place % 8] = 0.0f;
       a.outlier_at[g] = static_cast<uint8_t>(place + 1);
       a.outlier[g] = x[place];
@@ -188,8 +187,17 @@ void gather_row(const MatrixView& w, int row, float* out) {
 #define PHLOEM_NAME(x) PHLOEM_STRING(x)
 
 const KernelTable& kernel_table() {
-  static constexpr KernelTable table = {
-      PHLOEM_NAME(PHLOEM_ISA), gemm, rms_norm, quantize_row, gate, rope, write_kv, gather_row, attend, fold};
+  static constexpr KernelTable table = {PHLOEM_NAME(PHLOEM_ISA),
+                                        gemm,
+                                        rms_norm,
+                                        quantize_row,
+                                        gate,
+                                        rope,
+                                        write_kv,
+                                        gather_row,
+                                        attend,
+                                        fold,
+                                        count_peak};
   return table;
 }
 

@@ -17,6 +17,7 @@ void gemm(const GemmArgs& args);
 void gemm_float(const GemmArgs& args);
 void attend(const AttendArgs& args);
 void fold(const FoldArgs& args);
+int64_t count_peak(int64_t rounds);
 
 }  // namespace PHLOEM_ISA
 }  // namespace phloem

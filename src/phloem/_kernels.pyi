@@ -83,3 +83,6 @@ def time_matmul(matrix: PackedMatrix, rows: int, repeats: int, isa: str, num_thr
 
 def measure_bandwidth(num_threads: int) -> float:
     """Bytes per second read from memory beyond every cache."""
+
+def measure_peak(isa: str, num_threads: int) -> float:
+    """Integer operations per second of the plainest loop in registers: the ceiling of quantised products."""

@@ -25,7 +25,7 @@ usage: phloem COMMAND [...]
 MODEL is a .gguf file or a Hugging Face-format folder; absent, it is the small demo model.
 `phloem COMMAND --help` shows the flags of a command."""
 
-BENCHMARKS = ("serve", "table", "compare", "report", "peers", "sched", "tree")
+BENCHMARKS = ("serve", "table", "compare", "report", "peers", "sched", "tree", "kernels")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
