@@ -7,21 +7,21 @@
 //   slru      (hits > 1, tick)            used once before used again
 //   fifo      (tick)                      tick is the opening of the cursor that inserted it
 //   priority  (priority, tick)            lowest priority first
-//   gdsf      (clock + hits * cost, tick) cost of recomputing a page grows with its depth; clock = last key evicted
+//   gdsf      (clock + hits * cost, tick) cost of recomputing a page grows with its depth; clock = highest key evicted
 //
-// lru is one intrusive list per class over all unlocked nodes: every list is sorted by (tick, deepest first), ticks
-// never rise from root to leaf, so the oldest entry is a leaf and a parent is in its place before its last child goes.
-// A node whose class rose stays where it is until it is the oldest; then it moves up one list. Thus whatever comes
-// back to a lower list is older than all that never left it. The other policies are a heap over unlocked leaves.
+// lru is one intrusive list over all unlocked nodes, sorted by (tick, deepest first). Ticks never rise from root to
+// leaf, so its oldest entry is a leaf, and a parent is in its place before its last child goes. A node that is oldest
+// but spared, since it is pinned or wanted, moves to a heap of its class; when its class falls, to the heap of that. So
+// the list holds nothing older than what has left it. The other policies are one heap over unlocked leaves.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "tree/node.h"
+#include "tree/node_heap.h"
 
 namespace phloem {
 
@@ -29,244 +29,193 @@ enum class Policy : uint8_t { kLru, kLfu, kSlru, kFifo, kPriority, kGdsf };
 
 class EvictionOrder {
  public:
-  EvictionOrder(NodeStore& nodes, Policy policy) : nodes_(nodes), policy_(policy) {}
+  EvictionOrder(NodeStore& nodes, Policy policy)
+      : nodes_(nodes),
+        policy_(policy),
+        leaves_(nodes, Before{this}),
+        spared_{{nodes, Older{&nodes}}, {nodes, Older{&nodes}}, {nodes, Older{&nodes}}} {}
+  EvictionOrder(const EvictionOrder&) = delete;
+  EvictionOrder& operator=(const EvictionOrder&) = delete;
 
   Policy policy() const { return policy_; }
   bool counts_hits() const { return policy_ == Policy::kLfu || policy_ == Policy::kSlru || policy_ == Policy::kGdsf; }
 
   static uint32_t class_of(const NodeCold& c) { return c.want_ref != 0 ? 2 : c.pin_ref != 0 ? 1 : 0; }
 
-  // The node was unlocked; it is stamped already. O(1) for lru, O(log leaves) else.
+  // The node was unlocked just now; it is stamped already. O(1) for lru, O(log leaves) else.
   void add(NodeId id) {
     if (policy_ == Policy::kLru) {
-      insert_from_newest(id, 0);
+      link_after(id, newest_);
     } else if (nodes_.hot(id).num_children == 0) {
-      heap_push(id);
+      became_leaf(id);
     }
   }
 
   // The node is locked or about to go.
   void remove(NodeId id) {
     if ((nodes_.hot(id).flags & kListed) == 0) return;
-    if (policy_ == Policy::kLru) {
-      unlink(id);
+    if (policy_ != Policy::kLru) {
+      leaves_.remove(id);
+    } else if (heap_of(id) != 0) {
+      spared_[heap_of(id) - 1].remove(id);
     } else {
-      heap_remove(id);
+      unlink(id);
     }
+    nodes_.hot(id).flags &= ~kListed;
   }
 
-  // `upper` was split off the listed or inner node `lower`.
+  // `upper` was split off `lower`, listed or not.
   void split(NodeId upper, NodeId lower) {
     if (policy_ != Policy::kLru || (nodes_.hot(lower).flags & kListed) == 0) return;
-    link_after(upper, lower, list_of(lower));
+    if (heap_of(lower) != 0) {
+      spare(upper, heap_of(lower) - 1);  // no key lies between what the lower one was and what it is now
+    } else {
+      link_after(upper, lower);
+    }
   }
 
   // The last child of an unlocked node is gone.
   void became_leaf(NodeId id) {
-    if (policy_ != Policy::kLru) heap_push(id);
+    if (policy_ == Policy::kLru) return;
+    nodes_.hot(id).flags |= kListed;
+    leaves_.push(id);
   }
 
-  // The counters or the length of an unlocked node changed.
+  // The counters, the start or the length of a node changed.
   void rekey(NodeId id) {
     if ((nodes_.hot(id).flags & kListed) == 0) return;
-    if (policy_ == Policy::kLru) {
-      const uint32_t now = class_of(nodes_.cold(id));
-      if (now >= list_of(id)) return;
-      unlink(id);
-      insert_from_oldest(id, now);
-    } else {
-      const uint32_t place = nodes_.cold(id).prev;
-      sift_up(place);
-      sift_down(nodes_.cold(id).prev);
+    if (policy_ != Policy::kLru) {
+      leaves_.update(id);
+    } else if (heap_of(id) != 0) {
+      const uint32_t now = std::min(class_of(nodes_.cold(id)), heap_of(id) - 1);
+      spared_[heap_of(id) - 1].remove(id);
+      spare(id, now);
     }
   }
 
-  // The unlocked leaf that goes next, or kNone. O(1) amortised: a node moves up at most two lists per unlock or rekey.
+  // The unlocked leaf that goes next, or kNone. O(1) amortised while nothing is pinned or wanted: a node is spared at
+  // most twice per unlock or change of class, each time O(log spared).
   NodeId next() {
-    if (policy_ != Policy::kLru) return heap_.empty() ? kNone : heap_[0];
-    for (uint32_t list = 0; list < 3; ++list) {
-      while (oldest_[list] != kNone) {
-        const NodeId id = oldest_[list];
-        if (class_of(nodes_.cold(id)) <= list) return id;
-        unlink(id);
-        insert_from_newest(id, list + 1);
+    if (policy_ != Policy::kLru) return leaves_.top();
+    for (uint32_t klass = 0; klass < 3; ++klass) {
+      for (NodeId id = oldest_of(klass); id != kNone; id = oldest_of(klass)) {
+        const uint32_t now = class_of(nodes_.cold(id));
+        if (now <= klass) return id;
+        remove(id);
+        spare(id, now);
       }
     }
     return kNone;
   }
 
   // The node that is likely to go after `id`, or kNone (heaps do not know).
-  NodeId after(NodeId id) const { return policy_ == Policy::kLru && id != kNone ? nodes_.cold(id).next : kNone; }
+  NodeId after(NodeId id) const {
+    return policy_ == Policy::kLru && id != kNone && heap_of(id) == 0 ? nodes_.cold(id).next : kNone;
+  }
 
-  // The node is being evicted: gdsf's clock moves to its key.
+  // The node is being evicted.
   void note_evicted(NodeId id) {
-    if (policy_ == Policy::kGdsf) clock_ = std::max(clock_, static_cast<float>(key(id).value));
+    if (policy_ == Policy::kGdsf) clock_ = std::max(clock_, static_cast<float>(value_of(id)));
   }
 
   float clock() const { return clock_; }
 
-  // For check_invariants: every listed node in order, oldest first (lru), or in heap order.
+  // "" or what is wrong with the order itself; visits every node on it.
   template <class Visit>
   std::string check(Visit visit) const {
-    if (policy_ != Policy::kLru) {
-      for (uint32_t i = 0; i < heap_.size(); ++i) {
-        if (nodes_.cold(heap_[i]).prev != i) return "heap place of node " + std::to_string(heap_[i]) + " is wrong";
-        if (i > 0 && before(heap_[i], heap_[(i - 1) / 4])) return "heap order breaks at " + std::to_string(heap_[i]);
-        visit(heap_[i]);
-      }
-      return "";
+    NodeId last = kNone;
+    for (NodeId id = oldest_; id != kNone; last = id, id = nodes_.cold(id).next) {
+      if (nodes_.cold(id).prev != last || heap_of(id) != 0) return "list links of node " + std::to_string(id);
+      if (last != kNone && Older{&nodes_}(id, last)) return "list order breaks at node " + std::to_string(id);
+      visit(id);
     }
-    for (uint32_t list = 0; list < 3; ++list) {
-      NodeId last = kNone;
-      for (NodeId id = oldest_[list]; id != kNone; last = id, id = nodes_.cold(id).next) {
-        if (nodes_.cold(id).prev != last || list_of(id) != list) return "list link of " + std::to_string(id);
-        if (last != kNone && older(id, last)) return "list order breaks at node " + std::to_string(id);
-        visit(id);
-      }
-      if (newest_[list] != last) return "list " + std::to_string(list) + " has a wrong end";
+    if (newest_ != last) return "the list has a wrong end";
+    std::string wrong = leaves_.check(visit);
+    for (const auto& heap : spared_) {
+      if (wrong.empty()) wrong = heap.check(visit);
     }
-    return "";
+    return wrong;
   }
 
  private:
-  struct Key {
-    uint32_t klass;
-    double value;
-    uint64_t tick;
-  };
-
   static constexpr double kCostTokens = 4096.0;  // a page at this depth costs twice what the first one does
 
-  Key key(NodeId id) const {
+  struct Older {
+    const NodeStore* nodes;
+    bool operator()(NodeId a, NodeId b) const {
+      const uint64_t x = nodes->cold(a).tick, y = nodes->cold(b).tick;
+      return x != y ? x < y : nodes->hot(a).start > nodes->hot(b).start;
+    }
+  };
+
+  struct Before {
+    const EvictionOrder* order;
+    bool operator()(NodeId a, NodeId b) const {
+      const NodeCold &x = order->nodes_.cold(a), &y = order->nodes_.cold(b);
+      if (class_of(x) != class_of(y)) return class_of(x) < class_of(y);
+      const double value_a = order->value_of(a), value_b = order->value_of(b);
+      return value_a != value_b ? value_a < value_b : x.tick < y.tick;
+    }
+  };
+
+  double value_of(NodeId id) const {
     const NodeCold& c = nodes_.cold(id);
     const NodeHot& h = nodes_.hot(id);
-    double value = 0.0;
     switch (policy_) {
-      case Policy::kLru:
-      case Policy::kFifo:
-        break;
       case Policy::kLfu:
-        value = c.hits;
-        break;
+        return c.hits;
       case Policy::kSlru:
-        value = c.hits > 1 ? 1.0 : 0.0;
-        break;
+        return c.hits > 1 ? 1.0 : 0.0;
       case Policy::kPriority:
-        value = static_cast<int32_t>(c.aux);
-        break;
+        return static_cast<int32_t>(c.aux);
       case Policy::kGdsf:
-        value = std::bit_cast<float>(c.aux) + c.hits * (1.0 + (uint64_t{h.start} + h.len) / kCostTokens);
-        break;
+        return std::bit_cast<float>(c.aux) + c.hits * (1.0 + (uint64_t{h.start} + h.len) / kCostTokens);
+      default:
+        return 0.0;
     }
-    return {class_of(c), value, c.tick};
   }
 
-  bool before(NodeId a, NodeId b) const {
-    const Key x = key(a), y = key(b);
-    if (x.klass != y.klass) return x.klass < y.klass;
-    if (x.value != y.value) return x.value < y.value;
-    return x.tick != y.tick ? x.tick < y.tick : a < b;
+  // 0: on the list; 1 + class: in that heap.
+  uint32_t heap_of(NodeId id) const { return (nodes_.hot(id).flags >> kHeapShift) & 3u; }
+
+  void mark(NodeId id, uint32_t heap) {
+    uint32_t& flags = nodes_.hot(id).flags;
+    flags = (flags & ~(3u << kHeapShift)) | kListed | heap << kHeapShift;
   }
 
-  // --- lists ---
-
-  uint32_t list_of(NodeId id) const { return (nodes_.hot(id).flags >> kListShift) & 3u; }
-
-  bool older(NodeId a, NodeId b) const {
-    const uint64_t x = nodes_.cold(a).tick, y = nodes_.cold(b).tick;
-    return x != y ? x < y : nodes_.hot(a).start > nodes_.hot(b).start;
+  void spare(NodeId id, uint32_t klass) {
+    mark(id, 1 + klass);
+    spared_[klass].push(id);
   }
 
-  void insert_from_newest(NodeId id, uint32_t list) {
-    NodeId place = newest_[list];
-    while (place != kNone && older(id, place)) place = nodes_.cold(place).prev;
-    link_after(id, place, list);
+  NodeId oldest_of(uint32_t klass) const {
+    const NodeId spared = spared_[klass].top();
+    return spared == kNone && klass == 0 ? oldest_ : spared;
   }
 
-  void insert_from_oldest(NodeId id, uint32_t list) {
-    NodeId place = kNone, next = oldest_[list];
-    while (next != kNone && older(next, id)) {
-      place = next;
-      next = nodes_.cold(next).next;
-    }
-    link_after(id, place, list);
-  }
-
-  // place == kNone: at the oldest end.
-  void link_after(NodeId id, NodeId place, uint32_t list) {
+  // place == kNone: the list is empty.
+  void link_after(NodeId id, NodeId place) {
     NodeCold& c = nodes_.cold(id);
     c.prev = place;
-    c.next = place == kNone ? oldest_[list] : nodes_.cold(place).next;
-    (place == kNone ? oldest_[list] : nodes_.cold(place).next) = id;
-    (c.next == kNone ? newest_[list] : nodes_.cold(c.next).prev) = id;
-    uint32_t& flags = nodes_.hot(id).flags;
-    flags = (flags & ~(3u << kListShift)) | kListed | list << kListShift;
+    c.next = place == kNone ? kNone : nodes_.cold(place).next;
+    (place == kNone ? oldest_ : nodes_.cold(place).next) = id;
+    (c.next == kNone ? newest_ : nodes_.cold(c.next).prev) = id;
+    mark(id, 0);
   }
 
   void unlink(NodeId id) {
-    const uint32_t list = list_of(id);
     NodeCold& c = nodes_.cold(id);
-    (c.prev == kNone ? oldest_[list] : nodes_.cold(c.prev).next) = c.next;
-    (c.next == kNone ? newest_[list] : nodes_.cold(c.next).prev) = c.prev;
+    (c.prev == kNone ? oldest_ : nodes_.cold(c.prev).next) = c.next;
+    (c.next == kNone ? newest_ : nodes_.cold(c.next).prev) = c.prev;
     c.prev = c.next = kNone;
-    nodes_.hot(id).flags &= ~kListed;
-  }
-
-  // --- heap of arity 4, the place of a node kept in its `prev` ---
-
-  void set(uint32_t place, NodeId id) {
-    heap_[place] = id;
-    nodes_.cold(id).prev = place;
-  }
-
-  void heap_push(NodeId id) {
-    nodes_.hot(id).flags |= kListed;
-    heap_.push_back(id);
-    set(static_cast<uint32_t>(heap_.size()) - 1, id);
-    sift_up(static_cast<uint32_t>(heap_.size()) - 1);
-  }
-
-  void heap_remove(NodeId id) {
-    const uint32_t place = nodes_.cold(id).prev;
-    const NodeId last = heap_.back();
-    heap_.pop_back();
-    nodes_.hot(id).flags &= ~kListed;
-    nodes_.cold(id).prev = kNone;
-    if (last == id) return;
-    set(place, last);
-    sift_up(place);
-    sift_down(nodes_.cold(last).prev);
-  }
-
-  void sift_up(uint32_t place) {
-    const NodeId id = heap_[place];
-    while (place > 0 && before(id, heap_[(place - 1) / 4])) {
-      set(place, heap_[(place - 1) / 4]);
-      place = (place - 1) / 4;
-    }
-    set(place, id);
-  }
-
-  void sift_down(uint32_t place) {
-    const NodeId id = heap_[place];
-    const uint32_t size = static_cast<uint32_t>(heap_.size());
-    for (uint32_t child = 4 * place + 1; child < size; child = 4 * place + 1) {
-      uint32_t best = child;
-      for (uint32_t i = child + 1; i < size && i < child + 4; ++i) {
-        if (before(heap_[i], heap_[best])) best = i;
-      }
-      if (!before(heap_[best], id)) break;
-      set(place, heap_[best]);
-      place = best;
-    }
-    set(place, id);
   }
 
   NodeStore& nodes_;
   const Policy policy_;
-  NodeId oldest_[3] = {kNone, kNone, kNone};
-  NodeId newest_[3] = {kNone, kNone, kNone};
-  std::vector<NodeId> heap_;
+  NodeId oldest_ = kNone;
+  NodeId newest_ = kNone;
+  NodeHeap<Before> leaves_;    // all policies but lru
+  NodeHeap<Older> spared_[3];  // lru, by class
   float clock_ = 0.0f;
 };
 

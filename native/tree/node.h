@@ -20,7 +20,7 @@ enum NodeFlag : uint32_t {
   kDetached = 8,   // flushed while locked: nobody but its holders can reach it
   kCutOff = 32,    // the topmost flushed node: not in its parent's index, whatever its parent is
   kListed = 16,    // on the eviction order
-  kListShift = 8,  // bits 8-9: which list of the order it is on
+  kHeapShift = 8,  // bits 8-9: where on the order
 };
 
 // What a walk touches: one cache line.

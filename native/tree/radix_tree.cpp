@@ -379,7 +379,6 @@ bool RadixTree::try_merge(NodeId child) {
   c.next_sibling = p.next_sibling;
   (p.prev_sibling == kNone ? hot(p.parent).first_child : hot(p.prev_sibling).next_sibling) = child;
   if (p.next_sibling != kNone) hot(p.next_sibling).prev_sibling = child;
-  ++c.epoch;
   order_.remove(parent);
   nodes_.destroy(parent);
   ++merges_;

@@ -312,7 +312,7 @@ def _print_trace(conversations: int, shares: list[float]) -> None:
     players: dict[str, Callable[[int], Player]] = {"native": NativePlayer, "plain Python": PlainPlayer}
     sglang = _sglang_player()
     if sglang is None:
-        print("sglang is not installed: its trees are left out")
+        print("sglang is not installed: its tree is left out")
     else:
         players["SGLang RadixCache"] = sglang
     for share in shares:

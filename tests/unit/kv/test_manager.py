@@ -511,3 +511,30 @@ def test_snapshot_shows_each_node_and_its_parent() -> None:
         parent = nodes[node.parent]
         assert node.start == parent.start + parent.num_tokens
     cache.close(cursor)
+
+
+def test_spared_paths_go_leaf_first_when_they_must() -> None:
+    """Nodes of one path were released together; spared ones still go deepest first, also when split while spared."""
+    cache, ns = new_cache(num_pages=512)
+    for start in (100, 200, 300):
+        for depth in range(4, 33, 4):
+            store(cache, ns, np.concatenate([run(start, start + depth - 1), int32(999)]))
+        store(cache, ns, run(start, start + 39))
+    wants = [cache.want(ns, run(start, start + 39)) for start in (300, 100, 200)]
+    assert cache.evict(24) == 24, "the side branches"
+    assert cache.evict(1) == 1, "now the wanted ones are spared, and then go all the same"
+    cache.check_invariants()
+    wants += [cache.want(ns, run(start, start + end)) for end in (30, 7, 18) for start in (200, 300, 100)]
+    for want in wants[1::2]:
+        cache.unwant(want)
+        cache.check_invariants()
+    lengths = {start: cache.peek(ns, run(start, start + 39)).length for start in (100, 200, 300)}
+    while sum(lengths.values()):
+        assert cache.evict(1) == 1
+        cache.check_invariants()
+        now = {start: cache.peek(ns, run(start, start + 39)).length for start in lengths}
+        assert sum(lengths.values()) - sum(now.values()) == 1, "only ends of paths go"
+        lengths = now
+    for want in wants[::2]:
+        cache.unwant(want)
+    assert_idle(cache)
