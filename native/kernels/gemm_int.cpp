@@ -47,10 +47,49 @@ PHLOEM_INLINE __m256i four_activations(const int8_t* q) {
   return _mm256_set1_epi32(raw);
 }
 
-// Sums of one group for kRows rows and 16 columns, 4-bit weights: 8 products of at most 2 * 15 * 127 fit 16 bits.
+// Sums of products u8 x s8 on their way to 32 bits. Without VNNI pairs are added in 16 bits and widened at the end: for
+// 4-bit weights the 16 products of a lane are at most 15 * 127 each and fit.
+PHLOEM_INLINE __m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
+#ifdef __AVX512VNNI__
+  return _mm256_dpbusd_epi32(sums, weights, activations);
+#else
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, activations));
+#endif
+}
+PHLOEM_INLINE __m256i widened(__m256i sums) {
+#ifdef __AVX512VNNI__
+  return sums;
+#else
+  return _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#endif
+}
+// The same for 8-bit weights, whose pairs must be widened at once (2 * 127 * 127 fits 16 bits): |w| times the
+// activation with w's sign.
+PHLOEM_INLINE __m256i add_wide_products(__m256i sums, __m256i weights, __m256i magnitudes, __m256i activations) {
+  const __m256i signed_activations = _mm256_sign_epi8(activations, weights);
+#ifdef __AVX512VNNI__
+  return _mm256_dpbusd_epi32(sums, magnitudes, signed_activations);
+#else
+  const __m256i pairs = _mm256_maddubs_epi16(magnitudes, signed_activations);
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
+template <int kRows>
+PHLOEM_INLINE void clear(__m256i sums[kRows][2]) {
+  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+}
+template <int kRows>
+PHLOEM_INLINE void widen(__m256i sums[kRows][2]) {
+  for (int r = 0; r < kRows; ++r)
+    for (int h = 0; h < 2; ++h) sums[r][h] = widened(sums[r][h]);
+}
+
+// Sums of one group for kRows rows and 16 columns from packed 4-bit weights.
 template <int kRows>
 PHLOEM_INLINE void group_sums_q4(const uint8_t* block, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
   const __m256i low_bits = _mm256_set1_epi8(15);
+  clear<kRows>(sums);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
     const __m256i b0 = load_bytes(block + 64 * j), b1 = load_bytes(block + 64 * j + 32);
@@ -60,44 +99,33 @@ PHLOEM_INLINE void group_sums_q4(const uint8_t* block, const int8_t* q, int64_t 
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const __m256i a = four_activations(q + r * ld + 8 * j), b = four_activations(q + r * ld + 8 * j + 4);
-      const __m256i p0 = _mm256_add_epi16(_mm256_maddubs_epi16(l0, a), _mm256_maddubs_epi16(h0, b));
-      const __m256i p1 = _mm256_add_epi16(_mm256_maddubs_epi16(l1, a), _mm256_maddubs_epi16(h1, b));
-      sums[r][0] = j ? _mm256_add_epi16(sums[r][0], p0) : p0;
-      sums[r][1] = j ? _mm256_add_epi16(sums[r][1], p1) : p1;
+      sums[r][0] = add_products(add_products(sums[r][0], l0, a), h0, b);
+      sums[r][1] = add_products(add_products(sums[r][1], l1, a), h1, b);
     }
   }
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int r = 0; r < kRows; ++r) {
-    sums[r][0] = _mm256_madd_epi16(sums[r][0], ones);
-    sums[r][1] = _mm256_madd_epi16(sums[r][1], ones);
-  }
+  widen<kRows>(sums);
 }
 
 // The same from bytes that hold one weight each, for many rows per panel.
 template <int kRows>
 PHLOEM_INLINE void group_sums_bytes(const uint8_t* bytes, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
+  clear<kRows>(sums);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
     const __m256i b0 = load_bytes(bytes + 64 * j), b1 = load_bytes(bytes + 64 * j + 32);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const __m256i a = four_activations(q + r * ld + 4 * j);
-      const __m256i p0 = _mm256_maddubs_epi16(b0, a), p1 = _mm256_maddubs_epi16(b1, a);
-      sums[r][0] = j ? _mm256_add_epi16(sums[r][0], p0) : p0;
-      sums[r][1] = j ? _mm256_add_epi16(sums[r][1], p1) : p1;
+      sums[r][0] = add_products(sums[r][0], b0, a);
+      sums[r][1] = add_products(sums[r][1], b1, a);
     }
   }
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int r = 0; r < kRows; ++r) {
-    sums[r][0] = _mm256_madd_epi16(sums[r][0], ones);
-    sums[r][1] = _mm256_madd_epi16(sums[r][1], ones);
-  }
+  widen<kRows>(sums);
 }
 
-// 8-bit weights: |w| times the activation with w's sign; 2 * 127 * 127 fits 16 bits, so widen at once.
 template <int kRows>
 PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
-  const __m256i ones = _mm256_set1_epi16(1);
+  clear<kRows>(sums);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
     const __m256i b0 = load_bytes(block + 64 * j), b1 = load_bytes(block + 64 * j + 32);
@@ -105,10 +133,8 @@ PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t 
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const __m256i a = four_activations(q + r * ld + 4 * j);
-      const __m256i p0 = _mm256_madd_epi16(_mm256_maddubs_epi16(u0, _mm256_sign_epi8(a, b0)), ones);
-      const __m256i p1 = _mm256_madd_epi16(_mm256_maddubs_epi16(u1, _mm256_sign_epi8(a, b1)), ones);
-      sums[r][0] = j ? _mm256_add_epi32(sums[r][0], p0) : p0;
-      sums[r][1] = j ? _mm256_add_epi32(sums[r][1], p1) : p1;
+      sums[r][0] = add_wide_products(sums[r][0], b0, u0, a);
+      sums[r][1] = add_wide_products(sums[r][1], b1, u1, a);
     }
   }
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -117,15 +118,18 @@ class NativeRunner:
     def _load(
         self, weights: Mapping[str, RawTensor], quantization: Quantization | None, progress: Callable[[float], None]
     ) -> None:
-        total = sum(tensor.data.nbytes for tensor in weights.values())
+        total = sum(tensor.data.nbytes for tensor in weights.values() if len(tensor.shape) == 2)
         done = 0
         self._formats: set[str] = set()
-        for name, tensor in weights.items():
-            if len(tensor.shape) == 2:
-                matrix = pack(tensor, quantization)
+        matrices = {name: tensor for name, tensor in weights.items() if len(tensor.shape) == 2}
+        # Packing runs without the GIL, so plain threads share it out; set_matrix keeps what they made.
+        with ThreadPoolExecutor(self._decoder.num_threads) as executor:
+            packed = executor.map(lambda tensor: pack(tensor, quantization), matrices.values())
+            for (name, tensor), matrix in zip(matrices.items(), packed, strict=True):
                 self._formats.add(matrix.format)
                 self._decoder.set_matrix(name, matrix)
-            else:
+                done += tensor.data.nbytes
+                progress(done / total)
+        for name, tensor in weights.items():
+            if len(tensor.shape) == 1:
                 self._decoder.set_vector(name, np.ascontiguousarray(dequantize(tensor)))
-            done += tensor.data.nbytes
-            progress(done / total)
