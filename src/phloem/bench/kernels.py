@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 
-from phloem import _kernels
 from phloem.cli.find_model import find_model
 from phloem.config import Isa
+from phloem.kernels import native
 from phloem.models.load import LoadedModel, load_model
 from phloem.runner.native_runner import NativeRunner
 from phloem.types import Int32Array, LogitRow, SamplingParams, StepPlan
@@ -33,14 +33,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark with command line `argv`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="phloem bench kernels", description=__doc__)
     parser.add_argument("--model", default="", help="a .gguf file or a folder; the demo model if not given")
-    parser.add_argument("--isa", default="auto", choices=["auto", *_kernels.supported_isas()])
+    parser.add_argument("--isa", default="auto", choices=["auto", *native.supported_isas()])
     parser.add_argument("--threads", type=int, default=2, help="worker threads")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of which the median is printed")
     parser.add_argument("--products-only", action="store_true", help="leave out the steps of a model")
     arguments = parser.parse_args(argv)
-    isa: Isa = _kernels.supported_isas()[-1] if arguments.isa == "auto" else arguments.isa  # type: ignore[assignment]
-    peak = _kernels.measure_peak(isa, arguments.threads)
-    bandwidth = _kernels.measure_bandwidth(arguments.threads)
+    isa: Isa = native.supported_isas()[-1] if arguments.isa == "auto" else arguments.isa  # type: ignore[assignment]
+    peak = native.measure_peak(isa, arguments.threads)
+    bandwidth = native.measure_bandwidth(arguments.threads)
     print(f"{isa}, {arguments.threads} threads: {peak / 1e9:.0f} GOP/s in registers, {bandwidth / 1e9:.1f} GB/s read")
     print_products(isa, arguments.threads, arguments.repeats)
     if not arguments.products_only:
@@ -55,12 +55,12 @@ def print_products(isa: str, threads: int, repeats: int) -> None:
     print("\nproducts      n      k   rows    GOP/s  of ceiling   GB/s of weights")
     for form in FORMATS:
         for n, k in SHAPES:
-            matrix = _kernels.PackedMatrix(form, n, k)
+            matrix = native.PackedMatrix(form, n, k)
             matrix.fill(0, "f32", np.random.default_rng(0).standard_normal((n, k), np.float32).view(np.uint8))
             for rows in ROWS:
                 # The ceiling is taken beside each figure: on a shared machine it moves.
-                peak = _kernels.measure_peak(isa, threads)
-                seconds = _kernels.time_matmul(matrix, rows, repeats * 3, isa, threads)
+                peak = native.measure_peak(isa, threads)
+                seconds = native.time_matmul(matrix, rows, repeats * 3, isa, threads)
                 speed = 2 * n * k * rows / seconds
                 print(
                     f"{form:8} {n:6} {k:6} {rows:6} {speed / 1e9:8.1f} {speed / peak:10.0%} "

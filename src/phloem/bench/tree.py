@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -298,10 +299,10 @@ def _print_verbs(million: int, repeats: int) -> None:
 
 
 def _sglang_player() -> Callable[[int], Player] | None:
-    try:
-        from phloem.bench.sglang_tree import SGLangPlayer
-    except ImportError:
+    if find_spec("sglang") is None:
         return None
+    from phloem.bench.sglang_tree import SGLangPlayer
+
     return SGLangPlayer
 
 

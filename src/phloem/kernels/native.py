@@ -3,6 +3,22 @@
 Owns the names only. Must not know models, files or the cache.
 """
 
-from phloem._kernels import Decoder, PackedMatrix, supported_isas
+from phloem._kernels import (
+    Decoder,
+    PackedMatrix,
+    matmul,
+    measure_bandwidth,
+    measure_peak,
+    supported_isas,
+    time_matmul,
+)
 
-__all__ = ["Decoder", "PackedMatrix", "supported_isas"]
+__all__ = [
+    "Decoder",
+    "PackedMatrix",
+    "matmul",
+    "measure_bandwidth",
+    "measure_peak",
+    "supported_isas",
+    "time_matmul",
+]
