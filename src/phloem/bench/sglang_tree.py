@@ -23,7 +23,8 @@ def _radix() -> Any:
     return import_module("sglang.srt.mem_cache.radix_cache")
 
 
-_torch: Any = import_module("torch")
+def _torch() -> Any:
+    return import_module("torch")
 
 
 class SlotPool:
@@ -59,7 +60,7 @@ class SGLangPlayer:
             cache.evict(_base().EvictParams(num_tokens=needed - len(pool.slots)))
         fresh = pool.slots[len(pool.slots) - needed :]
         del pool.slots[len(pool.slots) - needed :]
-        slots = _torch.cat([match.device_indices, _torch.from_numpy(np.array(fresh, dtype=np.int64))])
+        slots = _torch().cat([match.device_indices, _torch().from_numpy(np.array(fresh, dtype=np.int64))])
         cache.insert(_base().InsertParams(key=_radix().RadixKey(tokens, None), value=slots))
         cache.dec_lock_ref(node)
         return length
