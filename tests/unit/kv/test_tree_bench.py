@@ -57,10 +57,11 @@ def test_an_installed_sglang_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stand-in with the interface that the player calls, backed by the plain tree."""
     fakes = {"torch": FakeTorch, "sglang.srt.mem_cache.base_prefix_cache": FakeBase}
     fakes["sglang.srt.mem_cache.radix_cache"] = FakeRadix
+    monkeypatch.setattr(tree, "find_spec", lambda name: name == "sglang")
     monkeypatch.setattr(importlib, "import_module", lambda name: fakes[name])
     monkeypatch.delitem(sys.modules, "phloem.bench.sglang_tree", raising=False)
     player = tree._sglang_player()
-    monkeypatch.delitem(sys.modules, "phloem.bench.sglang_tree")
+    monkeypatch.delitem(sys.modules, "phloem.bench.sglang_tree")  # it holds the stand-ins: no later test may see it
     assert player is not None
     calls = tree.agent_trace(20)
     num_pages = max(tree.footprint(calls) // 5, 8192)
