@@ -124,3 +124,9 @@ class ServerConfig:
     """Largest request body."""
     drain_timeout_s: float = 30.0
     """How long running requests may finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a key that no request could carry in a header. The key itself is not shown."""
+        for name, keys in (("api_keys", self.api_keys), ("admin_api_key", filter(None, (self.admin_api_key,)))):
+            if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+                raise UsageError(f"{name} must be printable ASCII characters without spaces, at least one")

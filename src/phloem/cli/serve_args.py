@@ -6,11 +6,13 @@ Owns which flags each takes. Must not know what they do.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phloem.cli.find_model import find_model
 from phloem.cli.flags import Parser, add_flags, build, modernise
+from phloem.cli.serve_keys import add_key_flags, gather_keys
 from phloem.config import EngineConfig, ServerConfig
 from phloem.errors import InvalidRequestError, UsageError
 from phloem.types import SamplingParams
@@ -44,12 +46,14 @@ def parse_serve(argv: Sequence[str]) -> ServeArgs:
     """Raise UsageError on a wrong flag, value or model path. `--help` prints and exits with 0."""
     parser = Parser(prog="phloem serve", description="Serve a model over HTTP, in the forms of the OpenAI API.")
     _add_model(parser)
-    add_flags(parser.add_argument_group("server"), ServerConfig)
+    server_flags = parser.add_argument_group("server")
+    add_flags(server_flags, ServerConfig)
+    add_key_flags(server_flags)
     add_flags(parser.add_argument_group("engine"), EngineConfig, skip={"model"})
     words, warnings = modernise(argv)
     arguments = parser.parse_strict(words)
     engine = build(EngineConfig, arguments, model=_model(arguments))
-    server = build(ServerConfig, arguments)
+    server = build(ServerConfig, arguments, **gather_keys(arguments, os.environ))
     if not 0 <= server.port < 1 << 16:
         raise UsageError(f"--port must be from 0 to 65535, got {server.port}")
     if server.host not in ("127.0.0.1", "localhost", "::1") and not server.api_keys:
