@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any
 
 from phloem import Engine, EngineConfig
-from phloem.cli.find_model import find_model
 from phloem.engine.generation import Usage
+from phloem.models.find_model import find_model
 from phloem.programs import AsyncProgram, Program
 
 Target = Engine | str

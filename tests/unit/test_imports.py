@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "server": BASE | {"engine", "models"},
     "programs": BASE | {"engine"},
     "cli": BASE | {"engine", "server", "bench", "models", "kernels"},
-    "bench": BASE | {"kv", "sched", "kernels", "models", "runner", "engine", "server", "cli"},
+    "bench": BASE | {"kv", "sched", "kernels", "models", "runner", "engine", "server"},
 }
 NO_TORCH = {"", "errors", "types", "config", "kv", "sched", "engine", "server", "programs", "cli"}
 TORCH = {"torch", "transformers"}

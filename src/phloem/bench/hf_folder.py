@@ -19,7 +19,7 @@ from phloem.models.load import LoadedModel, load_model
 from phloem.models.spec import ModelSpec
 from phloem.models.tokenizer_gguf import build_vocabulary
 from phloem.models.weights import dequantize
-from phloem.models.weights_safetensors import hf_name
+from phloem.models.weights_safetensors import HF_NAMES
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -53,7 +53,7 @@ def write_hf_folder(gguf: Path, folder: Path) -> Path:
     template = metadata.get("tokenizer.chat_template")
     _write_json(folder / "tokenizer_config.json", tokenizer | ({"chat_template": template} if template else {}))
     build_vocabulary(metadata, gguf.name).backend.save(str(folder / "tokenizer.json"))
-    weights = {hf_name(name): np.array(dequantize(tensor)) for name, tensor in model.weights.items()}
+    weights = {HF_NAMES.in_file(name): np.array(dequantize(tensor)) for name, tensor in model.weights.items()}
     unfinished = folder / "model.safetensors.part"
     save_file(weights, str(unfinished), metadata={"format": "pt"})
     unfinished.rename(folder / "model.safetensors")

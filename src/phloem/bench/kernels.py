@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 
-from phloem.cli.find_model import find_model
 from phloem.config import Isa
 from phloem.kernels import native
+from phloem.models.find_model import find_model
 from phloem.models.load import LoadedModel, load_model
 from phloem.runner.native_runner import NativeRunner
 from phloem.types import Int32Array, LogitRow, SamplingParams, StepPlan

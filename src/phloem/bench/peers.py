@@ -23,8 +23,8 @@ from phloem.bench.process import ServerProcess, free_port
 from phloem.bench.report import write_report
 from phloem.bench.serve import find_ideal, measure, show
 from phloem.bench.workloads import Sizes, make_workload
-from phloem.cli.find_model import find_model
 from phloem.errors import PhloemError
+from phloem.models.find_model import find_model
 
 CONTEXT = 8192
 BATCH = 8

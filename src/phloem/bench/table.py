@@ -31,12 +31,12 @@ from phloem.bench.report import write_report
 from phloem.bench.serve import percent, progress_bar
 from phloem.bench.text import TextModel
 from phloem.bench.workloads import WORKLOADS, Sizes, make_workload
-from phloem.cli.find_model import find_model
 from phloem.config import EngineConfig
 from phloem.engine.async_engine import AsyncEngine
 from phloem.engine.loading import load_parts
 from phloem.errors import PhloemError
 from phloem.kv.manager import KVCacheManager
+from phloem.models.find_model import find_model
 from phloem.types import Request, SamplingParams
 
 POLL_S = 0.02

@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phloem.cli.find_model import find_model
 from phloem.cli.flags import Parser, add_flags, build, modernise
 from phloem.cli.serve_keys import add_key_flags, gather_keys
 from phloem.config import EngineConfig, ServerConfig
 from phloem.errors import InvalidRequestError, UsageError
+from phloem.models.find_model import find_model
 from phloem.types import SamplingParams
 
 CHAT_TEMPERATURE = 0.2

@@ -13,14 +13,13 @@ from phloem.config import EngineConfig
 from phloem.errors import StartupError, UsageError
 from phloem.kv.manager import KVCacheManager
 from phloem.models.load import LoadedModel, load_model
-from phloem.models.spec import ModelSpec
 from phloem.models.tokenizer import Tokenizer
+from phloem.runner.kv_buffers import kv_bytes_per_token
 from phloem.sched.scheduler import Scheduler
 from phloem.types import ModelRunner
 
 Progress = Callable[[str, float], None]
 
-_BYTES_PER_ELEMENT = {"f16": 2, "f32": 4, "int8": 1}
 _MIN_KV_TOKENS = 256
 _MAX_DEFAULT_CONTEXT = 32768
 
@@ -90,13 +89,6 @@ def load_parts(
         **facts,
     }
     return EngineParts(config, scheduler, runner, model.tokenizer, model.name, description)
-
-
-def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of K and V of one token over all layers; int8 adds a float32 scale per token and head."""
-    scale_bytes = 4 if dtype == "int8" else 0
-    per_head = spec.head_dim * _BYTES_PER_ELEMENT[dtype] + scale_bytes
-    return 2 * spec.num_layers * spec.num_kv_heads * per_head
 
 
 def available_memory() -> int:

@@ -55,6 +55,40 @@ class RawTensor:
     data: NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """How a file format names tensors: those outside the layers (`top`), and `prefix`{layer}.{part}.weight or .bias.
+
+    Both maps lead from the file's names to canonical ones.
+    """
+
+    prefix: str
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+
+    def canonical(self, name: str, file_name: str) -> str:
+        """Canonical name of a tensor called `name` in the file; CheckpointError for one that no model here has."""
+        if name in self.top:
+            return self.top[name]
+        if name.startswith(self.prefix):
+            layer, _, rest = name.removeprefix(self.prefix).partition(".")
+            part, _, kind = rest.rpartition(".")
+            if part in self.layer and kind == "weight":
+                return f"layers.{layer}.{self.layer[part]}"
+            if part in self.layer and kind == "bias" and not self.layer[part].endswith("_norm"):
+                return f"layers.{layer}.{self.layer[part]}_bias"
+        raise CheckpointError(f"{file_name}: unexpected tensor {name}: the model has parts that are not served")
+
+    def in_file(self, name: str) -> str:
+        """The file's name of the tensor with this canonical name."""
+        for theirs, ours in self.top.items():
+            if ours == name:
+                return theirs
+        _, layer, kind = name.split(".")
+        part = next(theirs for theirs, ours in self.layer.items() if ours == kind.removesuffix("_bias"))
+        return f"{self.prefix}{layer}.{part}.{'bias' if kind.endswith('_bias') else 'weight'}"
+
+
 def dequantize(tensor: RawTensor) -> Float32Array:
     """The tensor's values as float32 of its shape. Cost: one pass; a view where the file has float32."""
     if tensor.format == "f32":

@@ -5,30 +5,31 @@ Must not know torch or kernels. Nothing is converted: quantised blocks stay as t
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from phloem.errors import CheckpointError
 from phloem.models.gguf_file import GgufFile
 from phloem.models.spec import ModelSpec, spec_from_gguf
-from phloem.models.weights import RawTensor, check_weights, dequantize
+from phloem.models.weights import RawTensor, TensorNames, check_weights, dequantize
 
-_TOP = {"token_embd.weight": "embed", "output.weight": "head", "output_norm.weight": "final_norm"}
-_LAYER = {
-    "attn_norm": "attn_norm",
-    "ffn_norm": "mlp_norm",
-    "attn_q": "q",
-    "attn_k": "k",
-    "attn_v": "v",
-    "attn_output": "o",
-    "ffn_gate": "gate",
-    "ffn_up": "up",
-    "ffn_down": "down",
-    "attn_q_norm": "q_norm",
-    "attn_k_norm": "k_norm",
-}
+_NAMES = TensorNames(
+    prefix="blk.",
+    top={"token_embd.weight": "embed", "output.weight": "head", "output_norm.weight": "final_norm"},
+    layer={
+        "attn_norm": "attn_norm",
+        "ffn_norm": "mlp_norm",
+        "attn_q": "q",
+        "attn_k": "k",
+        "attn_v": "v",
+        "attn_output": "o",
+        "ffn_gate": "gate",
+        "ffn_up": "up",
+        "ffn_down": "down",
+        "attn_q_norm": "q_norm",
+        "attn_k_norm": "k_norm",
+    },
+)
 _FREQ_FACTORS = "rope_freqs.weight"
 
 
@@ -55,10 +56,10 @@ def read_gguf_weights(file: GgufFile, spec: ModelSpec) -> dict[str, RawTensor]:
 
     Raises CheckpointError naming the first tensor that is missing, unexpected or of the wrong shape.
     """
-    canonical = {name: _canonical(name, file.path) for name in file.tensors if name != _FREQ_FACTORS}
+    canonical = {name: _NAMES.canonical(name, file.path.name) for name in file.tensors if name != _FREQ_FACTORS}
     file_names = {ours: theirs for theirs, ours in canonical.items()}
     shapes = {ours: file.tensors[theirs].shape for ours, theirs in file_names.items()}
-    check_weights(spec, shapes, _gguf_name, file.path.name)
+    check_weights(spec, shapes, _NAMES.in_file, file.path.name)
     weights: dict[str, RawTensor] = {}
     for ours, theirs in file_names.items():
         tensor = file.tensors[theirs]
@@ -77,26 +78,3 @@ def _half_split_rows(num_rows: int, head_dim: int) -> NDArray[np.intp]:
     """Row order that undoes GGUF's: it stores llama's q and k as neighbouring pairs, (x[2i], x[2i + 1])."""
     order = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return order.swapaxes(1, 2).reshape(-1)
-
-
-def _canonical(name: str, path: Path) -> str:
-    if name in _TOP:
-        return _TOP[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER:
-        ours = _LAYER[parts[2]]
-        if parts[3] == "weight":
-            return f"layers.{parts[1]}.{ours}"
-        if parts[3] == "bias" and not ours.endswith("_norm"):
-            return f"layers.{parts[1]}.{ours}_bias"
-    raise CheckpointError(f"{path.name}: unexpected tensor {name}: the model has parts that are not served")
-
-
-def _gguf_name(name: str) -> str:
-    """Canonical name to GGUF's, for messages about tensors that the file lacks."""
-    for theirs, ours in _TOP.items():
-        if ours == name:
-            return theirs
-    _, layer, kind = name.split(".")
-    part = next(theirs for theirs, ours in _LAYER.items() if ours == kind.removesuffix("_bias"))
-    return f"blk.{layer}.{part}.{'bias' if kind.endswith('_bias') else 'weight'}"

@@ -20,24 +20,27 @@ import numpy as np
 
 from phloem.errors import CheckpointError
 from phloem.models.spec import ModelSpec
-from phloem.models.weights import BLOCK_SIZES, RawTensor, TensorFormat, check_weights
+from phloem.models.weights import BLOCK_SIZES, RawTensor, TensorFormat, TensorNames, check_weights
 
 _FORMATS: dict[str, TensorFormat] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _MAX_HEADER = 100 << 20
-_TOP = {"model.embed_tokens.weight": "embed", "lm_head.weight": "head", "model.norm.weight": "final_norm"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "self_attn.q_norm": "q_norm",
-    "self_attn.k_norm": "k_norm",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-}
+HF_NAMES = TensorNames(
+    prefix="model.layers.",
+    top={"model.embed_tokens.weight": "embed", "lm_head.weight": "head", "model.norm.weight": "final_norm"},
+    layer={
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "self_attn.q_proj": "q",
+        "self_attn.k_proj": "k",
+        "self_attn.v_proj": "v",
+        "self_attn.o_proj": "o",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "mlp.gate_proj": "gate",
+        "mlp.up_proj": "up",
+        "mlp.down_proj": "down",
+    },
+)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -56,10 +59,10 @@ def read_safetensors_weights(folder: Path, spec: ModelSpec) -> dict[str, RawTens
                 raise CheckpointError(f"{path.name}: tensor {name} is missing, but {_INDEX} says it is there")
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings):
                 continue
-            tensor, ours = found[name], _canonical(name, path)
+            tensor, ours = found[name], HF_NAMES.canonical(name, path.name)
             weights[ours] = RawTensor(ours, tensor.shape, tensor.format, tensor.data)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    check_weights(spec, shapes, hf_name, folder.name)
+    check_weights(spec, shapes, HF_NAMES.in_file, folder.name)
     return weights
 
 
@@ -181,26 +184,3 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
         if not (folder / file_name).is_file():
             raise CheckpointError(f"{folder.name}: {file_name} is missing; {_INDEX} wants {tensors[0]} from it")
         yield folder / file_name, tensors
-
-
-def _canonical(name: str, path: Path) -> str:
-    if name in _TOP:
-        return _TOP[name]
-    if name.startswith("model.layers."):
-        layer, _, rest = name.removeprefix("model.layers.").partition(".")
-        part, _, kind = rest.rpartition(".")
-        if part in _LAYER and kind == "weight":
-            return f"layers.{layer}.{_LAYER[part]}"
-        if part in _LAYER and kind == "bias" and not _LAYER[part].endswith("_norm"):
-            return f"layers.{layer}.{_LAYER[part]}_bias"
-    raise CheckpointError(f"{path.name}: unexpected tensor {name}: the model has parts that are not served")
-
-
-def hf_name(name: str) -> str:
-    """Canonical name to Hugging Face's."""
-    for theirs, ours in _TOP.items():
-        if ours == name:
-            return theirs
-    _, layer, kind = name.split(".")
-    part = next(theirs for theirs, ours in _LAYER.items() if ours == kind.removesuffix("_bias"))
-    return f"model.layers.{layer}.{part}.{'bias' if kind.endswith('_bias') else 'weight'}"

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from phloem.config import KVCacheDtype
 from phloem.models.spec import ModelSpec
 
 KVDtype = Literal["f16", "f32"]
 
+_BYTES_PER_ELEMENT: dict[KVCacheDtype, int] = {"f16": 2, "f32": 4, "int8": 1}
 _NUMPY: dict[KVDtype, np.dtype[Any]] = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 
 
@@ -30,9 +32,10 @@ class KVBuffers:
         return int(self.k.shape[1])
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype: KVDtype) -> int:
-    """Bytes of one slot over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _NUMPY[dtype].itemsize
+def kv_bytes_per_token(spec: ModelSpec, dtype: KVCacheDtype) -> int:
+    """Bytes of one slot over all layers; int8 adds a float32 scale per token and head."""
+    scale_bytes = 4 if dtype == "int8" else 0
+    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * _BYTES_PER_ELEMENT[dtype] + scale_bytes)
 
 
 def allocate_kv(spec: ModelSpec, num_slots: int, dtype: KVDtype) -> KVBuffers:

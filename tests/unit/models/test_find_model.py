@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phloem.cli.find_model import find_model
 from phloem.errors import UsageError
+from phloem.models.find_model import find_model
 
 
 @pytest.fixture
