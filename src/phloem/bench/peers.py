@@ -66,14 +66,17 @@ class Peer:
         return f"{self.name} ({self.precision})"
 
 
-def _run(place: Place, name: str, *commands: Sequence[str]) -> None:
+def run_logged(place: Place, name: str, *commands: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     """Run commands with their output in a log. Raises PeerError with its end when one fails."""
     place.root.mkdir(parents=True, exist_ok=True)
     log = place.root / f"{name}.prepare.log"
     with log.open("wb") as output:
         for command in commands:
             print(f"phloem: {name}: {' '.join(map(str, command))[:150]}", file=sys.stderr)
-            if subprocess.run(list(command), stdout=output, stderr=subprocess.STDOUT, check=False).returncode:
+            done = subprocess.run(
+                list(command), stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, check=False
+            )
+            if done.returncode:
                 tail = log.read_text("utf-8", errors="replace").splitlines()[-3:]
                 raise PeerError(f"{name}: {command[0]} failed: {' | '.join(tail)} (whole log: {log})")
 
@@ -99,11 +102,12 @@ def _prepare_llama(place: Place) -> None:
     """
     sdist = place.root / "sdist"
     source, build = place.root / "llama-source", place.root / "llama-build"
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(sdist), LLAMA_SDIST]
-    _run(place, "llama-server", pip)
+    # Only this package as source: its build tools may come ready-made.
+    options = ["--no-deps", "--no-binary", "llama-cpp-python", "-d", str(sdist)]
+    run_logged(place, "llama-server", [sys.executable, "-m", "pip", "download", *options, LLAMA_SDIST])
     source.mkdir(exist_ok=True)
     (archive,) = sdist.glob("*.tar.gz")
-    _run(
+    run_logged(
         place,
         "llama-server",
         ["tar", "xzf", str(archive), "-C", str(source), "--strip-components=1"],
@@ -136,7 +140,7 @@ def _prepare_vllm(place: Place) -> None:
     misfit fails. A text model uses none of them.
     """
     python = str(place.python("vllm"))
-    _run(
+    run_logged(
         place,
         "vllm",
         [sys.executable, "-m", "venv", str(place.root / "vllm")],
@@ -157,7 +161,7 @@ def _vllm_command(place: Place, port: int) -> list[str]:
 def _prepare_openvino(place: Place) -> None:
     python = str(place.python("openvino"))
     make = [sys.executable, "-m", "venv", str(place.root / "openvino")]
-    _run(place, "openvino", make, [python, "-m", "pip", "install", "openvino-genai==2026.4.1.0"])
+    run_logged(place, "openvino", make, [python, "-m", "pip", "install", "openvino-genai==2026.4.1.0"])
     _stamp(place, "openvino").touch()
 
 

@@ -25,7 +25,7 @@ usage: phloem COMMAND [...]
 MODEL is a .gguf file or a Hugging Face-format folder; absent, it is the small demo model.
 `phloem COMMAND --help` shows the flags of a command."""
 
-BENCHMARKS = ("serve", "table", "compare", "report", "peers", "sched", "tree", "kernels")
+BENCHMARKS = ("serve", "table", "compare", "report", "peers", "sched", "tree", "kernels", "vs-llama")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,4 +82,4 @@ def _bench(rest: list[str]) -> int:
         raise UsageError(
             f"unknown benchmark {rest[0]!r}{suggestion(rest[0], BENCHMARKS)} (there are {', '.join(BENCHMARKS)})"
         )
-    return int(import_module(f"phloem.bench.{rest[0]}").main(rest[1:]))
+    return int(import_module(f"phloem.bench.{rest[0].replace('-', '_')}").main(rest[1:]))

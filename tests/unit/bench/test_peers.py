@@ -65,7 +65,7 @@ def test_one_peer_that_fails_does_not_stop_the_others(
 def test_preparing_reports_the_end_of_the_log(tmp_path: Path) -> None:
     place = Place(tmp_path, tmp_path / "m.gguf")
     with pytest.raises(PeerError, match=r"x: sh failed: no disk"):
-        peers._run(place, "x", ["true"], ["sh", "-c", "echo no disk; exit 1"], ["touch", str(tmp_path / "later")])
+        peers.run_logged(place, "x", ["true"], ["sh", "-c", "echo no disk; exit 1"], ["touch", str(tmp_path / "later")])
     assert not (tmp_path / "later").exists()
 
 
