@@ -112,9 +112,10 @@ KvView Decoder::kv_view(int layer) const {
   return kv;
 }
 
-void Decoder::step(const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits, int64_t ld_logits) {
+void Decoder::step(const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits, int64_t ld_logits,
+                   const HiddenRows& hidden) {
   check_ready();
-  check_rows(rows, logit_rows, num_logits);
+  check_rows(rows, logit_rows, num_logits, hidden);
   if (rows.num_rows == 0) return;
   pool_.settle();
   reserve(std::max(rows.num_rows, num_logits));
@@ -126,11 +127,11 @@ void Decoder::step(const StepRows& rows, const int32_t* logit_rows, int num_logi
   states_.reserve(plan_.state_floats);
   const size_t counters = plan_.blocks.size() * config_.num_kv_heads;
   if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
-  pool_.run([=, this](Member& member) { forward(member, rows, logit_rows, num_logits, logits, ld_logits); });
+  pool_.run([=, this](Member& member) { forward(member, rows, logit_rows, num_logits, logits, ld_logits, hidden); });
 }
 
 void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits,
-                      int64_t ld_logits) {
+                      int64_t ld_logits, const HiddenRows& hidden) {
   member.for_each(rows.num_rows, [&](int row) {
     kernels_.gather_row(embed_->view(), rows.token_ids[row], x_.data() + static_cast<size_t>(row) * ld_hidden_);
   });
@@ -149,6 +150,10 @@ void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit
         {gate_.data(), quantised_.data(), scale_.data(), sum_.data(), outlier_.data(), outlier_at_.data(), ld_inter_},
         rows.num_rows);
   }
+  member.for_each(hidden.count, [&](int i) {
+    kernels_.rms_norm(x_.data() + static_cast<size_t>(hidden.rows[i]) * ld_hidden_, final_norm_.data(),
+                      config_.rms_norm_eps, config_.hidden_size, hidden.out + i * hidden.ld);
+  });
   NormedInput input(*this, member, logit_rows, num_logits, final_norm_);
   const Cut shares = cut(head_, ld_hidden_, num_logits, head_.weight->view().panels(), 1);
   member.for_each(shares.units(), [&](int unit) {

@@ -35,6 +35,15 @@ struct DecoderLayer {
   std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;  // padded to groups; q_norm, k_norm may be empty
 };
 
+// Where a step leaves hidden states after the final norm, [count, ld], ld >= padded_hidden(); what lies beyond
+// hidden_size is padding.
+struct HiddenRows {
+  const int32_t* rows;
+  int count;
+  float* out;
+  int64_t ld;
+};
+
 class Decoder {
  public:
   // Throws std::invalid_argument naming a shape that the kernels do not serve.
@@ -46,11 +55,13 @@ class Decoder {
   // cos and sin, [num_positions, head_dim / 2].
   void set_rope(const float* cos, const float* sin, int num_positions);
 
-  // Writes K/V of all rows and the logits of `logit_rows`, [num_logits, ld_logits], ld_logits >= padded_vocab().
-  // Throws std::invalid_argument for a plan that does not fit, before anything is written.
-  void step(const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits, int64_t ld_logits);
+  // Writes K/V of all rows, the logits of `logit_rows`, [num_logits, ld_logits], ld_logits >= padded_vocab(), and the
+  // hidden states of `hidden`. Throws std::invalid_argument for a plan that does not fit, before anything is written.
+  void step(const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits, int64_t ld_logits,
+            const HiddenRows& hidden = {});
 
   int padded_vocab() const { return (config_.vocab_size + kPanel - 1) / kPanel * kPanel; }
+  int padded_hidden() const { return ld_hidden_; }
   size_t weight_bytes() const;
   size_t kv_bytes_per_token() const;
   const DecoderConfig& config() const { return config_; }
@@ -61,14 +72,14 @@ class Decoder {
   struct Cut;
 
   void check_ready() const;
-  void check_rows(const StepRows& rows, const int32_t* logit_rows, int num_logits) const;
+  void check_rows(const StepRows& rows, const int32_t* logit_rows, int num_logits, const HiddenRows& hidden) const;
   void reserve(int num_rows);
   KvView kv_view(int layer) const;
   Linear* find_linear(const std::string& name, int* n, int* k);
   std::vector<float>* find_vector(const std::string& name, int* count, int* padding);
 
   void forward(Member& member, const StepRows& rows, const int32_t* logit_rows, int num_logits, float* logits,
-               int64_t ld_logits);
+               int64_t ld_logits, const HiddenRows& hidden);
   void project(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows);
   void attention(Member& member, const DecoderLayer& layer, const KvView& kv, const StepRows& rows);
   void gated(Member& member, const DecoderLayer& layer, int num_rows);

@@ -139,7 +139,8 @@ void Decoder::check_ready() const {
   require(complete, "weights are missing: set every matrix, norm and the rotary tables before the first step");
 }
 
-void Decoder::check_rows(const StepRows& rows, const int32_t* logit_rows, int num_logits) const {
+void Decoder::check_rows(const StepRows& rows, const int32_t* logit_rows, int num_logits,
+                         const HiddenRows& hidden) const {
   const auto check = [](bool holds, const char* what, int value, int row) {
     if (!holds) fail(std::string(what) + " is wrong: got " + std::to_string(value) + " at " + std::to_string(row));
   };
@@ -166,6 +167,8 @@ void Decoder::check_rows(const StepRows& rows, const int32_t* logit_rows, int nu
   }
   for (int i = 0; i < num_logits; ++i)
     check(logit_rows[i] >= 0 && logit_rows[i] < rows.num_rows, "logit row", logit_rows[i], i);
+  for (int i = 0; i < hidden.count; ++i)
+    check(hidden.rows[i] >= 0 && hidden.rows[i] < rows.num_rows, "hidden row", hidden.rows[i], i);
 }
 
 size_t Decoder::weight_bytes() const {

@@ -1,6 +1,7 @@
 // Python face of the kernels: checks shapes and types at the border, releases the GIL, holds no state of its own.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -47,13 +48,22 @@ Activation activation(const std::string& name) {
 }
 
 void step(Decoder& decoder, Ints token_ids, Ints positions, Ints write_slots, Ints seq_row_start, Ints seq_table_row,
-          Ints2d slot_table, Ints logit_rows, FloatsOut logits) {
+          Ints2d slot_table, Ints logit_rows, FloatsOut logits, std::optional<Ints> hidden_rows,
+          std::optional<FloatsOut> hidden) {
   const size_t rows = token_ids.shape(0), seqs = seq_table_row.shape(0);
   require(positions.shape(0) == rows && write_slots.shape(0) == rows,
           "token_ids, positions and write_slots must have one entry per row");
   require(seq_row_start.shape(0) == seqs + 1, "seq_row_start must have one entry more than seq_table_row");
   require(logits.shape(0) == logit_rows.shape(0) && logits.shape(1) >= static_cast<size_t>(decoder.padded_vocab()),
           "logits must be [logit rows, at least padded_vocab]");
+  HiddenRows wanted{};
+  if (hidden_rows && hidden) {
+    require(
+        hidden->shape(0) == hidden_rows->shape(0) && hidden->shape(1) >= static_cast<size_t>(decoder.padded_hidden()),
+        "hidden must be [hidden rows, at least padded_hidden]");
+    wanted = {hidden_rows->data(), static_cast<int>(hidden_rows->shape(0)), hidden->data(),
+              static_cast<int64_t>(hidden->shape(1))};
+  }
   const StepRows step{static_cast<int>(rows),
                       static_cast<int>(seqs),
                       static_cast<int>(slot_table.shape(0)),
@@ -66,7 +76,7 @@ void step(Decoder& decoder, Ints token_ids, Ints positions, Ints write_slots, In
                       static_cast<int64_t>(slot_table.shape(1))};
   nb::gil_scoped_release release;
   decoder.step(step, logit_rows.data(), static_cast<int>(logit_rows.shape(0)), logits.data(),
-               static_cast<int64_t>(logits.shape(1)));
+               static_cast<int64_t>(logits.shape(1)), wanted);
 }
 
 void bind_matrix(nb::module_& m) {
@@ -151,10 +161,11 @@ void bind_decoder(nb::module_& m) {
           },
           "cos"_a, "sin"_a)
       .def("step", &step, "token_ids"_a, "positions"_a, "write_slots"_a, "seq_row_start"_a, "seq_table_row"_a,
-           "slot_table"_a, "logit_rows"_a, "logits"_a)
+           "slot_table"_a, "logit_rows"_a, "logits"_a, "hidden_rows"_a = nb::none(), "hidden"_a = nb::none())
       .def_prop_ro("isa", [](const Decoder& self) { return self.kernels().name; })
       .def_prop_ro("num_threads", [](const Decoder& self) { return self.config().num_threads; })
       .def_prop_ro("padded_vocab", &Decoder::padded_vocab)
+      .def_prop_ro("padded_hidden", &Decoder::padded_hidden)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
       .def_prop_ro("kv_bytes_per_token", &Decoder::kv_bytes_per_token);
 }

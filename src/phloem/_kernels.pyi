@@ -58,8 +58,11 @@ class Decoder:
         slot_table: NDArray[np.int32],
         logit_rows: NDArray[np.int32],
         logits: NDArray[np.float32],
+        hidden_rows: NDArray[np.int32] | None = None,
+        hidden: NDArray[np.float32] | None = None,
     ) -> None:
-        """One forward pass without the GIL; fills logits [logit rows, >= padded_vocab]. Checks before it writes."""
+        """One forward pass without the GIL; fills logits [logit rows, >= padded_vocab] and, where both are given,
+        hidden [hidden rows, >= padded_hidden] with states after the final norm. Checks before it writes."""
 
     @property
     def isa(self) -> str: ...
@@ -67,6 +70,8 @@ class Decoder:
     def num_threads(self) -> int: ...
     @property
     def padded_vocab(self) -> int: ...
+    @property
+    def padded_hidden(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
     @property

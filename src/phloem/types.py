@@ -42,6 +42,13 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Pooling(StrEnum):
+    """How the hidden states of a prompt become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn, as validated numbers.
@@ -124,7 +131,8 @@ class Request:
     of one request: same prompt, seeds derived from (seed, index); they share the prompt by the
     ordinary prefix match. `deadline_s` and `arrival_s` are on the engine's monotonic clock.
     `score_from` >= 1 asks for the logprobs of prompt tokens from that position on (with
-    `params.prompt_logprobs` alternatives each); 0 asks for none. `client` is whom the work is charged to.
+    `params.prompt_logprobs` alternatives each); 0 asks for none. `pooling` asks for the prompt's embedding
+    instead: then `params.max_tokens` is 0, and so is `score_from`. `client` is whom the work is charged to.
     """
 
     request_id: str
@@ -140,6 +148,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     masker: tuple[TokenMasker, ...] = ()
     score_from: int = 0
+    pooling: Pooling | None = None
 
 
 @dataclass(slots=True)
@@ -171,6 +180,7 @@ class StepPlan:
     have consecutive positions. A row at position p attends the slots slot_table[seq_table_row[s], 0..p].
     First every row of a layer writes its K/V to write_slots (-1: its K/V is already there, write
     nothing), then all rows attend; so a sequence may read slots that another one writes in this step.
+    `hidden_rows` are those whose hidden states, after the final norm, are wanted.
     """
 
     step_id: int
@@ -181,6 +191,7 @@ class StepPlan:
     seq_table_row: Int32Array
     slot_table: Int32Array
     logit_rows: list[LogitRow]
+    hidden_rows: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def num_rows(self) -> int:
@@ -204,12 +215,14 @@ class StepResult:
 
     `logprobs` are natural logarithms of the model's own distribution (before temperature and
     truncation, after nothing), of the drawn token or of `target`. Never NaN or infinite.
+    `hidden` is [number of hidden rows, hidden size], in their order.
     """
 
     step_id: int
     token_ids: Int32Array
     logprobs: Float32Array
     top: list[TopLogprobs | None]
+    hidden: Float32Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
 
 class ModelRunner(Protocol):
@@ -239,7 +252,7 @@ class TokenDelta:
 
     Exactly one delta per sequence has a `finish_reason`. `stop_reason` is the stop token id or stop
     string that ended it, None when an end-of-text token or a limit did. `cached_tokens` is the number
-    of prompt tokens whose K/V were in the tree when the request was first scheduled.
+    of prompt tokens whose K/V were in the tree when the request was first scheduled. `embedding` comes with the end.
     """
 
     request_id: str
@@ -252,6 +265,7 @@ class TokenDelta:
     error: PhloemError | None = None
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
+    embedding: Float32Array | None = None
 
 
 @dataclass(slots=True)
@@ -273,3 +287,4 @@ class TextDelta:
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
     num_output_tokens: int = 0
+    embedding: Float32Array | None = None

@@ -9,10 +9,19 @@ from typing import Any
 import numpy as np
 
 from phloem.errors import StepFailedError
-from phloem.runner.null_runner import NullRunner, next_token
+from phloem.runner.null_runner import NullRunner, hidden_state, next_token
 from phloem.sched.scheduler import Scheduler
 from phloem.sched.sequence import derive_seed
-from phloem.types import FinishReason, Request, SamplingParams, StepPlan, TokenDelta, TokenLogprob
+from phloem.types import (
+    FinishReason,
+    Float32Array,
+    Pooling,
+    Request,
+    SamplingParams,
+    StepPlan,
+    TokenDelta,
+    TokenLogprob,
+)
 
 VOCAB = 1000
 
@@ -29,6 +38,7 @@ class Answer:
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     error: Exception | None = None
+    embedding: Float32Array | None = None
 
 
 class Drive:
@@ -98,11 +108,21 @@ class Drive:
         for (request_id, index), answer in self.answers.items():
             assert answer.finish_reason is not None, f"{request_id}/{index} has no terminal answer"
             assert answer.token_ids == self.expected_tokens(request_id, index, len(answer.token_ids))
+            request = self.requests[request_id]
             if answer.finish_reason is FinishReason.LENGTH:
-                request = self.requests[request_id]
                 room = limit - len(request.prompt)
                 wanted = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
                 assert len(answer.token_ids) == wanted
+                self._check_embedding(request, answer)
+
+    @staticmethod
+    def _check_embedding(request: Request, answer: Answer) -> None:
+        if request.pooling is None:
+            assert answer.embedding is None
+            return
+        ends = range(1 if request.pooling is Pooling.MEAN else len(request.prompt), len(request.prompt) + 1)
+        states = np.array([hidden_state(request.prompt[:end]) for end in ends], np.float64)
+        np.testing.assert_array_equal(answer.embedding, states.mean(axis=0).astype(np.float32))
 
     def _take(self, delta: TokenDelta) -> None:
         answer = self.answers[delta.request_id, delta.index]
@@ -113,6 +133,7 @@ class Drive:
         answer.finish_reason = delta.finish_reason
         answer.cached_tokens = delta.cached_tokens
         answer.error = delta.error
+        answer.embedding = delta.embedding
         answer.prompt_logprobs += delta.prompt_logprobs or []
         assert 0 <= delta.cached_tokens < max(delta.num_prompt_tokens, 1)
 

@@ -18,7 +18,7 @@ from phloem.engine.admission import check_request
 from phloem.engine.detokenizer import IncrementalDetokenizer
 from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError, QueueFullError
 from phloem.server.engine_api import EngineState
-from phloem.types import FinishReason, Int32Array, Namespace, Request, TextDelta, TokenLogprob
+from phloem.types import FinishReason, Int32Array, Namespace, Pooling, Request, TextDelta, TokenLogprob
 
 CONTROL = ("<|bos|>", "<|end|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>", "<|eom|>")
 VOCAB = 256 + len(CONTROL)
@@ -220,7 +220,11 @@ class FakeStream:
         limit = self._engine.max_model_len - len(request.prompt)
         limit = limit if request.params.max_tokens is None else min(limit, request.params.max_tokens)
         if limit == 0:
-            return self._end(index, FinishReason.LENGTH, None)
+            delta = self._end(index, FinishReason.LENGTH, None)
+            if request.pooling is not None:
+                ids = request.prompt[-1:] if request.pooling is Pooling.LAST else request.prompt
+                delta.embedding = np.array([ids.mean(), 1.0, 0.0], np.float32)
+            return delta
         token = self._draw(index)
         self._counts[index] += 1
         self._engine.num_tokens += 1

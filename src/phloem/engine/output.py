@@ -60,6 +60,7 @@ class RequestOutput:
             num_prompt_tokens=delta.num_prompt_tokens,
             cached_tokens=delta.cached_tokens,
             num_output_tokens=state.detokenizer.num_tokens,
+            embedding=delta.embedding,
         )
 
     def fail(self, error: PhloemError) -> list[TextDelta]:

@@ -83,6 +83,11 @@ class Decoder:
         head = self._weights["embed" if self.spec.tie_word_embeddings else "head"]
         return functional.linear(self._norm(hidden, "final_norm"), head).float()
 
+    @torch.inference_mode()
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n, hidden] after the final norm."""
+        return self._norm(hidden, "final_norm").float()
+
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.linear(x, self._weights[name], self._weights.get(name + "_bias"))
 

@@ -78,13 +78,18 @@ class NativeRunner:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one forward pass and draw the tokens of `plan.logit_rows`."""
-        logits = self.logits(plan)
-        return StepResult(plan.step_id, *sample(logits, plan.logit_rows))
+        logits, hidden = self._forward(plan)
+        return StepResult(plan.step_id, *sample(logits, plan.logit_rows), hidden)
 
     def logits(self, plan: StepPlan) -> Float32Array:
         """Run one forward pass; float32 [number of logit rows, vocab]."""
+        return self._forward(plan)[0]
+
+    def _forward(self, plan: StepPlan) -> tuple[Float32Array, Float32Array]:
+        """Logits of the plan's logit rows and hidden states of its hidden rows."""
         logit_rows = np.array([row.row for row in plan.logit_rows], np.int32)
         logits = np.empty((len(logit_rows), self._decoder.padded_vocab), np.float32)
+        hidden = np.empty((len(plan.hidden_rows), self._decoder.padded_hidden), np.float32)
         try:
             self._decoder.step(
                 plan.token_ids,
@@ -95,10 +100,12 @@ class NativeRunner:
                 plan.slot_table,
                 logit_rows,
                 logits,
+                plan.hidden_rows,
+                hidden,
             )
         except (ValueError, MemoryError) as error:
             raise StepFailedError(f"step {plan.step_id} was refused: {error}") from error
-        return logits[:, : self.spec.vocab_size]
+        return logits[:, : self.spec.vocab_size], hidden[:, : self.spec.hidden_size]
 
     def close(self) -> None:
         """Release weights, K/V and threads; the runner cannot be used afterwards."""

@@ -14,6 +14,9 @@ from phloem.types import LogitRow, StepPlan, StepResult, TopLogprobs
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _EMPTY = np.uint64(0)
 
+HIDDEN_SIZE = 4
+"""Of the numbers that stand for a hidden state."""
+
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -26,6 +29,16 @@ def next_token(tokens: NDArray[np.int32], seed: int, vocab_size: int) -> int:
     ids = np.asarray(tokens, dtype=np.int64)
     keys = _kv_value(ids, np.arange(len(ids), dtype=np.int64))
     return _draw(keys, seed, vocab_size)
+
+
+def hidden_state(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The hidden state of the last of `tokens`: what a test compares with. O(length)."""
+    ids = np.asarray(tokens, dtype=np.int64)
+    return _hidden(_kv_value(ids, np.arange(len(ids), dtype=np.int64)))
+
+
+def _hidden(keys: NDArray[np.uint64]) -> NDArray[np.float32]:
+    return np.array([_draw(keys, seed, 1000) / 1000 for seed in range(HIDDEN_SIZE)], np.float32)
 
 
 def _kv_value(token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -74,10 +87,21 @@ class NullRunner:
             token_ids=np.array(drawn, dtype=np.int32),
             logprobs=np.full(len(drawn), -1.0, dtype=np.float32),
             top=[self._top(row) for row in plan.logit_rows],
+            hidden=self._hidden(plan, sequence_of_row),
         )
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def _hidden(self, plan: StepPlan, sequence_of_row: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Stands for hidden states: numbers from the K/V that each row can see."""
+        states = np.empty((len(plan.hidden_rows), HIDDEN_SIZE), np.float32)
+        for i, row in enumerate(plan.hidden_rows.tolist()):
+            keys = self._kv[plan.slot_table[sequence_of_row[row], : plan.positions[row] + 1]]
+            if (keys == _EMPTY).any():
+                raise AssertionError(f"a row at position {plan.positions[row]} attends a slot that was never written")
+            states[i] = _hidden(keys)
+        return states
 
     def _logits(self, plan: StepPlan, row: LogitRow, table_row: int) -> int:
         if row.target >= 0:

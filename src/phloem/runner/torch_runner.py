@@ -58,15 +58,20 @@ class TorchRunner:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one forward pass and draw the tokens of `plan.logit_rows`."""
-        logits = self.logits(plan)
-        return StepResult(plan.step_id, *sample(logits, plan.logit_rows))
+        logits, hidden = self._forward(plan)
+        return StepResult(plan.step_id, *sample(logits, plan.logit_rows), hidden)
 
     def logits(self, plan: StepPlan) -> Float32Array:
         """Run one forward pass; float32 [number of logit rows, vocab] on the host."""
+        return self._forward(plan)[0]
+
+    def _forward(self, plan: StepPlan) -> tuple[Float32Array, Float32Array]:
+        """Logits of the plan's logit rows and hidden states of its hidden rows, on the host."""
         hidden = self._decoder.forward(self._rows(plan), self.kv)
         wanted = self._index(np.array([row.row for row in plan.logit_rows], np.int64))
         logits: Float32Array = self._decoder.logits(hidden[wanted]).cpu().numpy()
-        return logits
+        states: Float32Array = self._decoder.final_norm(hidden[self._index(plan.hidden_rows)]).cpu().numpy()
+        return logits, states
 
     def close(self) -> None:
         """Release weights and K/V; the runner cannot be used afterwards."""

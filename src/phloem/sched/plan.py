@@ -15,18 +15,23 @@ from phloem.types import Int32Array, LogitRow, StepPlan
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """Rows of one step, sequence by sequence. `sequences` and `drawing` keep what the logits belong to."""
+    """Rows of one step, sequence by sequence.
+
+    `sequences` and `drawing` keep what the logits belong to, `pooling` whose hidden states are wanted and how many.
+    """
 
     step_id: int
     slot_table: Int32Array
     sequences: list[Sequence] = field(default_factory=list)
     drawing: list[tuple[Sequence, bool]] = field(default_factory=list)
+    pooling: list[tuple[Sequence, int]] = field(default_factory=list)
     num_rows: int = 0
     _starts: list[int] = field(default_factory=list)
     _token_ids: list[Int32Array] = field(default_factory=list)
     _positions: list[Int32Array] = field(default_factory=list)
     _write_slots: list[Int32Array] = field(default_factory=list)
     _logit_rows: list[LogitRow] = field(default_factory=list)
+    _hidden_rows: list[int] = field(default_factory=list)
 
     def add_rows(self, sequence: Sequence, start: int, end: int, first_write: int) -> None:
         """Add the rows of positions [start, end); those from `first_write` on write their K/V."""
@@ -64,6 +69,7 @@ class PlanBuilder:
             seq_table_row=np.array([sequence.table_row for sequence in self.sequences], dtype=np.int32),
             slot_table=self.slot_table,
             logit_rows=self._logit_rows,
+            hidden_rows=np.array(self._hidden_rows, dtype=np.int32),
         )
 
     def _begin(self, sequence: Sequence, num_rows: int) -> None:
@@ -95,7 +101,13 @@ class PlanBuilder:
 
     def _add_scored_rows(self, sequence: Sequence, start: int, end: int) -> None:
         first_row = self.num_rows - (end - start)
-        for position in range(max(start, sequence.num_scored), min(end, sequence.num_prompt - 1)):
+        scored = range(max(start, sequence.num_scored), min(end, sequence.score_until))
+        if sequence.request.pooling is not None:
+            if scored:
+                self._hidden_rows += [first_row + position - start for position in scored]
+                self.pooling.append((sequence, len(scored)))
+            return
+        for position in scored:
             self._add_logit_row(
                 sequence, first_row + position - start, position + 1, target=int(sequence.tokens[position + 1])
             )

@@ -193,6 +193,10 @@ class Scheduler:
                 sequence.num_scored += 1
                 if sequence.num_scored >= sequence.request.score_from:
                     sequence.prompt_logprobs.append(_token_logprob(token_id, logprob, result.top[i]))
+        num_pooled = 0
+        for sequence, count in plan.pooling:
+            sequence.pool(result.hidden[num_pooled : num_pooled + count])
+            num_pooled += count
         for sequence in plan.sequences:
             if sequence.status is Status.RUNNING and sequence.max_output == 0 and not sequence.needs_rows:
                 deltas.append(self._end(sequence, FinishReason.LENGTH))
@@ -476,6 +480,7 @@ class Scheduler:
             self.stats.num_failed += 1
         delta = self._news(sequence)
         delta.finish_reason = reason
+        delta.embedding = sequence.embedding
         delta.error = error
         return delta
 

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phloem.kv.manager import Probe
-from phloem.types import Int32Array, Request, TokenLogprob
+from phloem.types import Float32Array, Int32Array, Pooling, Request, TokenLogprob
+
+Float64Array = NDArray[np.float64]
 
 _MASK64 = (1 << 64) - 1
 
@@ -40,8 +43,9 @@ class Sequence:
     """State of one sequence.
 
     `tokens[:num_tokens]` is prompt and output; `cursor` stands after the first `num_computed` of them
-    (their K/V is in the tree, pending or complete). `max_total` is the length at which it ends. The
-    rows of positions below `num_scored` have been scored, where the request asks for prompt logprobs.
+    (their K/V is in the tree, pending or complete). `max_total` is the length at which it ends. Where
+    the request asks for prompt logprobs or an embedding, the rows of positions from `num_scored` to
+    `score_until` are still to be looked at, whether their K/V is cached or not; `pooled` is the sum of those seen.
     `admission` orders running sequences by when they were admitted, `arrival` all by when they came.
     """
 
@@ -58,6 +62,8 @@ class Sequence:
     cursor: int = -1
     num_computed: int = 0
     num_scored: int = 0
+    score_until: int = 0
+    pooled: Float64Array | None = None
     table_row: int = -1
     admission: int = -1
     waiting_slot: int = -1
@@ -82,8 +88,8 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """True while prompt positions remain whose logprobs were asked for."""
-        return self.request.score_from > 0 and self.num_scored < self.num_prompt - 1
+        """True while prompt positions remain whose logprobs or hidden states were asked for."""
+        return self.num_scored < self.score_until
 
     @property
     def is_decoding(self) -> bool:
@@ -102,6 +108,20 @@ class Sequence:
             return min(self.num_computed, self.num_scored)
         return min(self.num_computed, self.num_tokens - 1)
 
+    @property
+    def embedding(self) -> Float32Array | None:
+        """Mean of the pooled rows; None before all were seen."""
+        if self.pooled is None or self.is_scoring:
+            return None
+        num_rows = self.num_prompt if self.request.pooling is Pooling.MEAN else 1
+        return (self.pooled / num_rows).astype(np.float32)
+
+    def pool(self, hidden: Float32Array) -> None:
+        """Take hidden states of the next rows. Summed row by row in float64, so that chunks do not matter."""
+        before = np.zeros(hidden.shape[1]) if self.pooled is None else self.pooled
+        self.pooled = np.add.reduce(np.concatenate([before[None], hidden], dtype=np.float64), axis=0)
+        self.num_scored += len(hidden)
+
     def append_token(self, token_id: int) -> None:
         """Add one drawn token; amortised O(1)."""
         if self.num_tokens == len(self.tokens):
@@ -117,6 +137,9 @@ def make_sequence(request: Request, index: int, *, arrival: int, namespace_id: i
     num_prompt = len(request.prompt)
     tokens = np.empty(min(max_total, num_prompt + 64), dtype=np.int32) if max_total > num_prompt else request.prompt
     tokens[:num_prompt] = request.prompt
+    num_scored, score_until = max(0, request.score_from - 1), num_prompt - 1 if request.score_from else 0
+    if request.pooling is not None:
+        num_scored, score_until = (0 if request.pooling is Pooling.MEAN else num_prompt - 1), num_prompt
     return Sequence(
         request=request,
         index=index,
@@ -127,5 +150,6 @@ def make_sequence(request: Request, index: int, *, arrival: int, namespace_id: i
         num_prompt=num_prompt,
         num_tokens=num_prompt,
         max_total=max_total,
-        num_scored=max(0, request.score_from - 1),
+        num_scored=num_scored,
+        score_until=score_until,
     )

@@ -19,7 +19,7 @@ from starlette.responses import Response
 import phloem
 from phloem.config import ServerConfig
 from phloem.errors import PhloemError
-from phloem.server import admin, anthropic, chat, completions, native, responses
+from phloem.server import admin, anthropic, chat, completions, embeddings, native, responses
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Engine
 from phloem.server.http_errors import on_http_exception, on_phloem_error
@@ -65,7 +65,7 @@ def _add_routes(app: FastAPI) -> None:
     _get(app, "/v1/responses/{response_id}", responses.retrieve)
     _route(app, "DELETE", "/v1/responses/{response_id}", responses.delete, {})
     _post(app, "/generate", native.generate, native.GenerateBody)
-    _post(app, "/v1/embeddings", native.embeddings)
+    _post(app, "/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingsBody)
     for path in ("/abort", "/abort_request"):
         _post(app, path, native.abort, native.AbortBody)
     _get(app, "/health_generate", native.health_generate)

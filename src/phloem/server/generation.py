@@ -15,7 +15,7 @@ from phloem.engine.grammar import GrammarMasker
 from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Stream
-from phloem.types import FinishReason, Request, TextDelta, TokenLogprob
+from phloem.types import FinishReason, Float32Array, Request, TextDelta, TokenLogprob
 
 _MERGE_BUFFER = 64
 
@@ -67,6 +67,7 @@ class Answer:
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
+    embedding: Float32Array | None = None
 
 
 class Generation:
@@ -173,6 +174,7 @@ def extend(answer: Answer, delta: TextDelta) -> None:
     answer.cached_tokens = delta.cached_tokens or answer.cached_tokens
     if delta.finish_reason is not None:
         answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+        answer.embedding = delta.embedding
 
 
 def raise_failure(delta: TextDelta) -> None:

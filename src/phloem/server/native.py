@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from phloem.errors import InvalidRequestError, PhloemError, UnsupportedError
+from phloem.errors import InvalidRequestError, PhloemError
 from phloem.server.body import read_model
 from phloem.server.context import Caller, ServerContext, caller_of, context_of
 from phloem.server.engine_api import Tokenizer
@@ -268,8 +268,3 @@ async def health_generate(request: HttpRequest) -> Response:
     finally:
         await job.generation.close()
     return json_response({"status": "ready"})
-
-
-async def embeddings(_request: HttpRequest) -> Response:
-    """Refused: a model that generates is no embedding model."""
-    raise UnsupportedError("embeddings are not served: the loaded model generates text", param="model")

@@ -6,7 +6,7 @@ Owns what every request gets alike: namespace, client, stop ids.
 from __future__ import annotations
 
 from phloem.server.context import Caller, ServerContext
-from phloem.types import Int32Array, Request, SamplingParams, TokenMasker
+from phloem.types import Int32Array, Pooling, Request, SamplingParams, TokenMasker
 
 
 def make_request(
@@ -21,6 +21,7 @@ def make_request(
     priority: int = 0,
     masker: tuple[TokenMasker, ...] = (),
     score_from: int = 0,
+    pooling: Pooling | None = None,
 ) -> Request:
     """One engine request of a caller."""
     return Request(
@@ -35,4 +36,5 @@ def make_request(
         eos_token_ids=frozenset(context.engine.tokenizer.eos_ids),
         masker=masker,
         score_from=score_from,
+        pooling=pooling,
     )

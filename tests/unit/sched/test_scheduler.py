@@ -11,7 +11,7 @@ import pytest
 from phloem.config import SchedulePolicy
 from phloem.errors import QueueFullError, RequestTimeoutError, StepFailedError
 from phloem.kv.manager import KVCacheManager
-from phloem.types import FinishReason, Namespace, SamplingParams
+from phloem.types import FinishReason, Namespace, Pooling, SamplingParams
 from tests.helpers.drive import Drive, make_request
 
 
@@ -156,6 +156,7 @@ def _drive_random_mix(drive: Drive, rng: random.Random) -> None:
                 n=rng.choice([1, 1, 1, 3]),
                 priority=rng.choice([0, 0, 1]),
                 client=rng.choice("ab"),
+                pooling=(None, Pooling.MEAN, Pooling.LAST)[i % 3] if params.max_tokens == 0 else None,
             )
         )
     while todo or drive.scheduler.has_work:
