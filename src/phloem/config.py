@@ -69,7 +69,7 @@ class EngineConfig:
     group_shared_prefixes: bool = True
     """Attend a prefix that several rows share once per tile (same bits either way)."""
     weight_cache_dir: str | None = None
-    """Where repacked weights are kept between starts; None: the user's cache folder; empty: nowhere."""
+    """Where packed weights are kept between starts (safe to delete); None: the user's cache folder; empty: nowhere."""
 
     def __post_init__(self) -> None:
         """Raise UsageError naming the field that is out of range."""

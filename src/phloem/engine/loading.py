@@ -5,6 +5,7 @@ Owns the sizing of the KV pool and the choice of the runner. Must not know HTTP 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,9 @@ def _make_runner(
     if config.backend == "torch":
         return _make_torch_runner(config, model, num_slots=num_slots, max_model_len=max_model_len, report=report)
     from phloem.runner.native_runner import NativeRunner
+    from phloem.runner.weight_cache import WeightCache
 
+    folder = None if config.load_format == "dummy" else _weight_cache_folder(config)
     runner = NativeRunner(
         model.spec,
         model.weights,
@@ -164,9 +167,18 @@ def _make_runner(
         group_shared_prefixes=config.group_shared_prefixes,
         quantization=config.quantization,
         max_len=max_model_len,
+        weight_cache=WeightCache(folder, model.path) if folder else None,
         progress=lambda share: report("packing the weights", share),
     )
     return runner, {"backend": "native", "device": "cpu", **runner.describe()}
+
+
+def _weight_cache_folder(config: EngineConfig) -> Path | None:
+    """Where packed weights are kept; None: nowhere."""
+    if config.weight_cache_dir is not None:
+        return Path(config.weight_cache_dir).expanduser() if config.weight_cache_dir else None
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(caches or os.path.expanduser("~/.cache")) / "phloem"
 
 
 def _make_torch_runner(

@@ -3,6 +3,7 @@
 Owns the names only. Must not know models, files or the cache.
 """
 
+from phloem import _kernels
 from phloem._kernels import (
     Decoder,
     PackedMatrix,
@@ -13,7 +14,11 @@ from phloem._kernels import (
     time_matmul,
 )
 
+LIBRARY = _kernels.__file__
+"""Path of the compiled module."""
+
 __all__ = [
+    "LIBRARY",
     "Decoder",
     "PackedMatrix",
     "matmul",

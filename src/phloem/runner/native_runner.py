@@ -6,19 +6,20 @@ Owns the native decoder with its KV cache. Must not know the cache's policy or h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from phloem.config import Isa, KVCacheDtype, Quantization
 from phloem.errors import CheckpointError, StepFailedError, UsageError
-from phloem.kernels.native import Decoder, supported_isas
+from phloem.kernels.native import Decoder, PackedMatrix, supported_isas
 from phloem.models.rope import rope_tables
 from phloem.models.spec import ModelSpec
 from phloem.models.weights import RawTensor, dequantize
 from phloem.runner.packing import pack
 from phloem.runner.sampler import sample
+from phloem.runner.weight_cache import WeightCache
 from phloem.types import Float32Array, StepPlan, StepResult
 
 
@@ -27,7 +28,8 @@ class NativeRunner:
 
     Results depend on a row's token prefix, the weights and the instruction set alone: not on batch, chunks, threads,
     slots or `group_shared_prefixes`. `num_threads` 0 takes one per core this process may use; `max_len` is the longest
-    sequence in tokens (0: the model's own limit); `progress` is told the share of weights that is packed.
+    sequence in tokens (0: the model's own limit); `weight_cache` keeps packed weights between starts; `progress` is
+    told the share of weights that is packed.
     Raises UsageError for an instruction set that this CPU lacks, CheckpointError for shapes that are not served.
     """
 
@@ -43,6 +45,7 @@ class NativeRunner:
         group_shared_prefixes: bool = True,
         quantization: Quantization | None = None,
         max_len: int = 0,
+        weight_cache: WeightCache | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         if isa != "auto" and isa not in supported_isas():
@@ -66,7 +69,7 @@ class NativeRunner:
                 group_shared_prefixes=group_shared_prefixes,
                 isa=isa,
             )
-            self._load(weights, quantization, progress or (lambda _share: None))
+            self._load(weights, quantization, weight_cache, progress or (lambda _share: None))
         except ValueError as error:
             raise CheckpointError(f"the native kernels do not serve this model: {error}") from error
         tables = rope_tables(spec.rope, spec.head_dim, max_len or spec.max_position_embeddings)
@@ -123,20 +126,29 @@ class NativeRunner:
         }
 
     def _load(
-        self, weights: Mapping[str, RawTensor], quantization: Quantization | None, progress: Callable[[float], None]
+        self,
+        weights: Mapping[str, RawTensor],
+        quantization: Quantization | None,
+        cache: WeightCache | None,
+        progress: Callable[[float], None],
     ) -> None:
-        total = sum(tensor.data.nbytes for tensor in weights.values() if len(tensor.shape) == 2)
-        done = 0
-        self._formats: set[str] = set()
         matrices = {name: tensor for name, tensor in weights.items() if len(tensor.shape) == 2}
-        # Packing runs without the GIL, so plain threads share it out; set_matrix keeps what they made.
-        with ThreadPoolExecutor(self._decoder.num_threads) as executor:
-            packed = executor.map(lambda tensor: pack(tensor, quantization), matrices.values())
-            for (name, tensor), matrix in zip(matrices.items(), packed, strict=True):
-                self._formats.add(matrix.format)
-                self._decoder.set_matrix(name, matrix)
-                done += tensor.data.nbytes
-                progress(done / total)
+
+        def packed() -> Iterator[PackedMatrix]:
+            total, done = sum(tensor.data.nbytes for tensor in matrices.values()), 0
+            # Packing runs without the GIL, so plain threads share it out.
+            with ThreadPoolExecutor(self._decoder.num_threads) as executor:
+                made = executor.map(lambda tensor: pack(tensor, quantization), matrices.values())
+                for tensor, matrix in zip(matrices.values(), made, strict=True):
+                    done += tensor.data.nbytes
+                    progress(done / total)
+                    yield matrix
+
+        kept = cache.get(matrices, quantization, self._decoder.isa, packed) if cache else None
+        self._formats: set[str] = set()
+        for name, matrix in zip(matrices, kept or packed(), strict=True):
+            self._formats.add(matrix.format)
+            self._decoder.set_matrix(name, matrix)
         for name, tensor in weights.items():
             if len(tensor.shape) == 1:
                 self._decoder.set_vector(name, np.ascontiguousarray(dequantize(tensor)))
