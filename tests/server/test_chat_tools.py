@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phloem.config import ServerConfig
+from phloem.server.tools import answer_form
 from tests.server.conftest import Running
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.test_openai_chat import chat_body, check_choices, events
@@ -38,6 +39,8 @@ FORMS = {
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Wien"}}, {"name": "clock", "arguments": {}}]',
     "llama3": '<|python_tag|>{"name": "weather", "parameters": {"city": "Wien"}}; {"name": "clock", "parameters": {}}',
     "pythonic": '[weather(city="Wien"), clock()]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nWien\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
 }
 
 
@@ -77,6 +80,21 @@ def test_parallel_calls_in_each_form(serve: Serve, form: str) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     only = server.chat(tools=TOOLS, parallel_tool_calls=False).json()
     assert whole_calls(only) == [("weather", {"city": "Wien"})]
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ tools }} <tool_call> name arguments", "hermes"),
+        ("{{ tools }} <tool_call>\n<function=example_function_name>\n<parameter=p>", "qwen3_coder"),
+        ("{{ tools }} [TOOL_CALLS]", "mistral"),
+        ("{{ tools }} <|python_tag|>", "llama3"),
+        ("{{ tools }} [func_name1(params_name1=value)]", "pythonic"),
+        ("no word of them", "hermes"),
+    ],
+)
+def test_the_template_chooses_the_form(template: str, form: str) -> None:
+    assert answer_form(FakeTokenizer(template)).tool_form == form
 
 
 def test_the_official_client_accumulates_the_stream(serve: Serve) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,11 @@ from phloem.server.tool_parsers import (
     parse_pythonic,
 )
 
-NAMES = frozenset({"weather", "add"})
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {"properties": {"city": {"type": "string"}, "n": {"type": ["array", "null"]}, "é": {}}},
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": ["string", "null"]}}},
+}
+NAMES = frozenset(TOOLS)
 ARGUMENTS = {"city": 'Bad "Ischl" {[,', "n": [1, {"a": None}], "é": "日本\n"}
 TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
 
@@ -89,18 +94,41 @@ CASES = [
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[weather(__import__('os'))]", "[weather(__import__('os'))]", []),
     ("pythonic", "[add(a=1)] and more", "[add(a=1)] and more", []),
+    (
+        "qwen3_coder",
+        'Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nBad "Ischl" {[,\n</parameter>\n'
+        '<parameter=n>\n[1, {"a": null}]\n</parameter>\n<parameter=é>\n日本\n\n</parameter>\n</function>\n</tool_call>',
+        "Let me see.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=add></function></tool_call>\n<tool_call>\n<function=add>\n<parameter=a>12</parameter>\n"
+        "<parameter=b>null</parameter></function>\n</tool_call>",
+        "",
+        [("add", {}), ("add", {"a": 12, "b": "null"})],
+    ),
+    # What such models leave out, write wrongly or merely talk about.
+    ("qwen3_coder", "<function=add>\n<parameter=a>\nNaN\n</parameter>\n</function>", "", [("add", {"a": "NaN"})]),
+    ("qwen3_coder", "<tool_call><function=add><parameter=b>x</parameter></tool_call>", "", [("add", {"b": "x"})]),
+    ("qwen3_coder", "<function=other><parameter=q>1</parameter></function> done", "done", [("other", {"q": "1"})]),
+    ("qwen3_coder", "a <tool_call>no call</tool_call> b", "a <tool_call>no call</tool_call> b", []),
+    ("qwen3_coder", "write <function=name here> so", "write <function=name here> so", []),
+    ("qwen3_coder", "<tool_call>\n<function=ad", "<tool_call>\n<function=ad", []),
+    ("qwen3_coder", "<function=<function=add></function>", "<function=", [("add", {})]),
 ]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "expected"), CASES)
 def test_forms(form: str, text: str, content: str, expected: list[tuple[str, object]]) -> None:
-    whole = read(make_tool_parser(form, NAMES), [text])
+    whole = read(make_tool_parser(form, TOOLS), [text])
     assert (whole.content, calls(whole)) == (content, expected)
-    single = read(make_tool_parser(form, NAMES), [*text, ""])
+    single = read(make_tool_parser(form, TOOLS), [*text, ""])
     assert (single.content, calls(single)) == (content, expected)
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", "add[ARGS]"]
+MARKS += ["<function=", "add>", "<parameter=", "a>", "</parameter>", "</function>"]
 SIGNS = ["{", "}", "[add(", "a=1)]", ";", ",", "text", "<", "[", "\\", '"', " ", "\n"]
 PARTS = st.sampled_from([*MARKS, *SIGNS, '{"name": "add", "arguments": {"a": "x}"}}'])
 
@@ -116,7 +144,7 @@ def test_cuts_do_not_matter_and_nothing_raises(parts: list[str], cuts: set[int],
     pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
 
     def make() -> AnswerParser:
-        return ReasoningParser(HermesParser(), False) if form == "think" else make_tool_parser(form, NAMES)
+        return ReasoningParser(HermesParser(), False) if form == "think" else make_tool_parser(form, TOOLS)
 
     whole, cut = read(make(), [text]), read(make(), pieces)
     assert (whole.content, whole.reasoning) == (cut.content, cut.reasoning)
@@ -128,6 +156,13 @@ def test_arguments_stream_as_they_are_written() -> None:
     parser.push('<tool_call>{"name": "add", "arguments": {"a": 1', False)
     (event,) = parser.push('2, "b"', False)
     assert event.text == '2, "b"'  # type: ignore[union-attr]
+
+
+def test_xml_arguments_come_one_at_a_time() -> None:
+    parser = make_tool_parser("qwen3_coder", TOOLS)
+    parser.push("<tool_call>\n<function=add>\n<parameter=a>\n1", False)
+    (event,) = parser.push("2\n</parameter>\n<para", False)
+    assert event.text == '"a": 12'  # type: ignore[union-attr]
 
 
 def test_the_forced_list_form() -> None:

@@ -179,16 +179,16 @@ class TagScanner:
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
-        self._held = ""
+        self.held = ""
 
     def push(self, text: str, final: bool) -> tuple[str, str, str]:
         """(text before, marker, rest). Without a marker the last two are empty, and some of the text may be held."""
-        text = self._held + text
-        self._held = ""
+        text = self.held + text
+        self.held = ""
         found = [(position, marker) for marker in self._markers if (position := text.find(marker)) >= 0]
         if found:
             position, marker = min(found, key=lambda item: (item[0], -len(item[1])))
             return text[:position], marker, text[position + len(marker) :]
         keep = 0 if final else held_suffix(text, self._markers)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return text[: len(text) - keep], "", ""

@@ -1,4 +1,4 @@
-"""How models write tool calls: the Hermes/Qwen, Llama-3, Mistral and Pythonic forms, read as a stream.
+"""How models write tool calls: the Hermes/Qwen, Qwen3-Coder, Llama-3, Mistral and Pythonic forms, read as a stream.
 
 Owns one parser for each form. All give the same events however the text is cut. Text that turns out to be no call is
 content, as it was written. Must not know HTTP.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from secrets import choice, token_hex
 from string import ascii_letters, digits
+from typing import Any
 
 from phloem.server.events import AnswerParser, CallArguments, CallStart, Content, Event, joined
 from phloem.server.json_calls import CallScanner, TagScanner
@@ -158,6 +159,131 @@ class HermesParser:
         if raw:
             self._output.content("<tool_call>" + raw)
         self._state = "text" if raw else "closing"
+
+
+class XmlParser:
+    """<tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> ... </function> </tool_call>: Qwen3-Coder's form.
+
+    Values are plain text; the schema of the tool says which of them are not strings. Arguments go out one at a time.
+    A value may hold anything but its own closing tag, so none is shown before that came.
+    """
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._output = _Output()
+        self._tools = tools
+        self._read = {
+            "text": self._read_text,
+            "opened": self._read_opened,
+            "name": self._read_name,
+            "body": self._read_body,
+            "key": self._read_key,
+            "value": self._read_value,
+            "closing": self._read_closing,
+        }
+        self._state = "text"
+        self._held = ""
+        self._before = ""
+        self._name = ""
+        self._key = ""
+        self._num_arguments = 0
+
+    def push(self, text: str, final: bool) -> list[Event]:
+        """See `AnswerParser`."""
+        self._held += text
+        while self._read[self._state](final):
+            pass
+        return self._output.take(final)
+
+    def _cut(self, *markers: str, final: bool = False) -> tuple[str, str]:
+        """Take the held text up to the first of some markers, and the marker; without one, what cannot begin one."""
+        scanner = TagScanner(*markers)
+        before, marker, rest = scanner.push(self._held, final)
+        self._held = rest if marker else scanner.held
+        return before, marker
+
+    def _read_text(self, final: bool) -> bool:
+        before, marker = self._cut("<tool_call>", "<function=", final=final)
+        self._output.content(before)
+        if marker:
+            self._state, self._before = ("opened" if marker == "<tool_call>" else "name"), marker
+        return bool(marker)
+
+    def _read_opened(self, final: bool) -> bool:
+        """After <tool_call>: a function, or this is no call but text."""
+        rest = self._held.lstrip(_SPACE)
+        if rest.startswith("<function="):
+            self._before += self._held[: len(self._held) - len(rest)] + "<function="
+            self._held, self._state = rest.removeprefix("<function="), "name"
+            return True
+        return self._is_no_call() if final or not "<function=".startswith(rest) else False
+
+    def _read_name(self, final: bool) -> bool:
+        name, marker, rest = self._held.partition(">")
+        if not marker and re.fullmatch(r"[\w.:-]*", name) and not final:
+            return False
+        if not marker or not re.fullmatch(r"[\w.:-]+", name):
+            return self._is_no_call()
+        self._held, self._name, self._state, self._num_arguments = rest, name, "body", 0
+        self._output.start(name)
+        self._output.arguments("{")
+        return True
+
+    def _is_no_call(self) -> bool:
+        self._output.content(self._before)
+        self._state = "text"
+        return True
+
+    def _read_body(self, final: bool) -> bool:
+        _, marker = self._cut("<parameter=", "</function>", "</tool_call>", final=final)
+        if marker == "<parameter=":
+            self._state, self._key = "key", ""
+        elif marker:
+            self._output.arguments("}")
+            self._state = "closing" if marker == "</function>" else "text"
+        return bool(marker)
+
+    def _read_key(self, final: bool) -> bool:
+        key, marker = self._cut(">", final=final)
+        self._key += key
+        if marker:
+            self._state = "value"
+        return bool(marker)
+
+    def _read_value(self, _final: bool) -> bool:
+        text, marker, rest = self._held.partition("</parameter>")
+        if not marker:
+            return False
+        schema = self._tools.get(self._name, {}).get("properties", {})
+        key = self._key.strip()
+        separator = ", " if self._num_arguments else ""
+        self._output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {xml_value(text, schema.get(key))}")
+        self._held, self._state = rest, "body"
+        self._num_arguments += 1
+        return True
+
+    def _read_closing(self, final: bool) -> bool:
+        """After </function>: its </tool_call>, which some answers leave out."""
+        rest = self._held.lstrip(_SPACE)
+        if "</tool_call>".startswith(rest) and rest != "</tool_call>" and not final:
+            return False
+        self._held, self._state = rest.removeprefix("</tool_call>"), "text"
+        return bool(self._held)
+
+
+def xml_value(text: str, schema: Any) -> str:
+    """The JSON of a value that was written as text: a string, unless its schema has other types and the text is one."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    declared = schema.get("type") if isinstance(schema, dict) else None
+    if declared is not None and "string" not in (declared if isinstance(declared, list) else [declared]):
+        try:
+            return json.dumps(json.loads(text, parse_constant=_no_number), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 class LlamaParser:
@@ -335,18 +461,20 @@ def _pythonic_call(node: ast.expr) -> tuple[str, dict[str, object]]:
     return ast.unparse(node.func), arguments
 
 
-TOOL_PARSERS = ("hermes", "llama3", "mistral", "pythonic")
+TOOL_PARSERS = ("hermes", "llama3", "mistral", "pythonic", "qwen3_coder")
 
 
-def make_tool_parser(form: str, tool_names: frozenset[str]) -> AnswerParser:
-    """A parser of one of TOOL_PARSERS."""
+def make_tool_parser(form: str, tools: Mapping[str, Mapping[str, Any]]) -> AnswerParser:
+    """A parser of one of TOOL_PARSERS, for tools of these names and parameters."""
     match form:
         case "hermes":
             return HermesParser()
+        case "qwen3_coder":
+            return XmlParser(tools)
         case "llama3":
-            return LlamaParser(tool_names)
+            return LlamaParser(frozenset(tools))
         case "mistral":
             return MistralParser()
         case _:
             assert form == "pythonic", form
-            return PythonicParser(tool_names)
+            return PythonicParser(frozenset(tools))

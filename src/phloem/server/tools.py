@@ -19,7 +19,15 @@ from phloem.server.reasoning import REASONING_PARSERS, ReasoningParser
 from phloem.server.structured import AnswerGrammar
 from phloem.server.tool_parsers import TOOL_PARSERS, MistralParser, make_tool_parser
 
-_MARKERS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]",)}
+_MARKERS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+}
+_FORCED_AS_LIST = ("pythonic", "qwen3_coder")
+"""Forms whose calls no grammar of JSON schemas can shape: forced calls are a JSON list instead."""
+
 _THOUGHT_MARKERS = ("<think>", "</think>")
 
 _MAX_FORCED_CALLS = 16
@@ -62,6 +70,8 @@ def answer_form(tokenizer: Tokenizer, tool_parser: str = "", reasoning_parser: s
 def _tool_form(template: str) -> str:
     if "[TOOL_CALLS]" in template:
         return "mistral"
+    if "<function=" in template:
+        return "qwen3_coder"
     if "<tool_call>" in template:
         return "hermes"
     if "func_name1(" in template:
@@ -91,8 +101,9 @@ class ToolPlan:
         return bool(self.tools)
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.tools)
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the arguments, by the tool's name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -103,10 +114,10 @@ class ToolPlan:
     def make_parser(self, starts_inside_thoughts: bool, separate_reasoning: bool) -> AnswerParser:
         """A parser for one answer."""
         answer: AnswerParser = PlainParser()
-        if self.forced and self.form.tool_form == "pythonic":
+        if self.forced and self.form.tool_form in _FORCED_AS_LIST:
             answer = MistralParser(tagged=False)
         elif self.active:
-            answer = make_tool_parser(self.form.tool_form, self.names)
+            answer = make_tool_parser(self.form.tool_form, self.parameters)
         if self.active and not self.parallel:
             answer = FirstCallOnly(answer)
         if self.form.has_thoughts and separate_reasoning and not self.forced:
