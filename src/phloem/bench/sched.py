@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from phloem.bench.chaos import chaos, ends
 from phloem.config import EvictionPolicy, SchedulePolicy
 from phloem.kv.manager import KVCacheManager
 from phloem.runner.null_runner import NullRunner
@@ -202,13 +203,27 @@ def step_overhead(*, running: int, waiting: int, steps: int = 200) -> float:
     return float(np.median(times))
 
 
-def cold_under_hot(policy: SchedulePolicy, *, seed: int = 0, requests: int = 2000) -> tuple[float, float, float]:
-    """90 % hot, 10 % cold requests, open loop just above capacity: (cold TTFT p99, hot TTFT p99, requests/s)."""
+HOT_AND_COLD_RATE = 3.96
+"""Requests per second of the hot and cold mix that can be served under any policy: found by sending far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotAndCold:
+    """TTFT in seconds, and requests served per second."""
+
+    cold_p50: float
+    cold_p99: float
+    hot_p50: float
+    hot_p99: float
+    rate: float
+
+
+def cold_under_hot(policy: SchedulePolicy, *, load: float = 1.6, seed: int = 0, requests: int = 2000) -> HotAndCold:
+    """90 % hot, 10 % cold requests in an open loop at `load` times what can be served."""
     sim = Simulation(num_pages=60000, policy=policy, max_running=16)
     rng = np.random.default_rng(seed)
     hot = [rng.integers(0, VOCAB, 1000, dtype=np.int32) for _ in range(8)]
-    gaps = rng.exponential(0.16, requests)
-    arrivals = np.cumsum(gaps)
+    arrivals = np.cumsum(rng.exponential(1.0 / (HOT_AND_COLD_RATE * load), requests))
     i = 0
     while i < requests or sim.scheduler.has_work:
         while i < requests and arrivals[i] <= sim.now_s:
@@ -222,7 +237,9 @@ def cold_under_hot(policy: SchedulePolicy, *, seed: int = 0, requests: int = 200
         else:
             sim.now_s = float(arrivals[i])
     ttft = {kind: [f.ttft_s for f in sim.finished if f.kind == kind] for kind in ("cold", "hot")}
-    return float(np.percentile(ttft["cold"], 99)), float(np.percentile(ttft["hot"], 99)), requests / sim.now_s
+    cold_p50, cold_p99 = np.percentile(ttft["cold"], (50, 99)).tolist()
+    hot_p50, hot_p99 = np.percentile(ttft["hot"], (50, 99)).tolist()
+    return HotAndCold(cold_p50, cold_p99, hot_p50, hot_p99, requests / sim.now_s)
 
 
 def main(argv: list[str]) -> int:
@@ -231,7 +248,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--agents", type=int, default=100)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--requests", type=int, default=2000, help="requests of the hot and cold mix")
+    parser.add_argument(
+        "--chaos", type=int, default=0, metavar="REQUESTS", help="run chaos alone, with so many requests"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.chaos:
+        _print_chaos(arguments.chaos)
+        return 0
     _print_overhead()
     _print_sharing()
     _print_hits(arguments.agents, arguments.turns)
@@ -275,6 +298,26 @@ def _print_hits(agents: int, turns: int) -> None:
 
 def _print_starvation(requests: int) -> None:
     policies: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "cache-aware")
-    for policy in policies:
-        cold, hot, rate = cold_under_hot(policy, requests=requests)
-        print(f"90 % hot load, {policy}: TTFT p99 cold {cold:.1f} s, hot {hot:.1f} s, {rate:.2f} requests/s")
+    for load in (0.95, 1.1, 1.6):
+        for policy in policies:
+            found = cold_under_hot(policy, load=load, requests=requests)
+            print(
+                f"90 % hot, load {load:.0%}, {policy}: TTFT cold p50 {found.cold_p50:.1f} s, "
+                f"p99 {found.cold_p99:.1f} s; hot p50 {found.hot_p50:.1f} s, "
+                f"p99 {found.hot_p99:.1f} s; {found.rate:.2f} requests/s"
+            )
+
+
+def _print_chaos(requests: int) -> None:
+    for page_size in (1, 16):
+        began = time.perf_counter()
+        drive = chaos(requests, page_size=page_size)
+        seconds = time.perf_counter() - began
+        stats = drive.scheduler.stats
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ends(drive).items()))
+        print(
+            f"chaos, page size {page_size}: {requests:,} requests, {len(drive.answers):,} sequences, one terminal "
+            f"answer each ({reasons}); {stats.num_steps:,} steps, {stats.num_retractions:,} retractions, "
+            f"{stats.num_cached_prompt_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached; "
+            f"nothing locked at the end; {seconds:.0f} s"
+        )

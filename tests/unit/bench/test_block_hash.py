@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phloem.bench.block_hash import BlockHashManager
+from phloem.bench.drive import Drive, make_request
 from phloem.bench.no_cache import NoCacheManager
 from phloem.errors import StaleHandleError
 from phloem.types import DEFAULT_NAMESPACE, Int32Array, Namespace
-from tests.helpers.drive import Drive, make_request
 
 
 def ids(*ranges: tuple[int, int]) -> Int32Array:

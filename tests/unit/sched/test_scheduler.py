@@ -8,11 +8,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from phloem.bench.drive import Drive, make_request
 from phloem.config import SchedulePolicy
 from phloem.errors import QueueFullError, RequestTimeoutError, StepFailedError
 from phloem.kv.manager import KVCacheManager
 from phloem.types import FinishReason, Namespace, Pooling, SamplingParams
-from tests.helpers.drive import Drive, make_request
 
 
 def manager(num_pages: int = 4096, page_size: int = 1, **options: object) -> KVCacheManager:

@@ -1,4 +1,7 @@
-"""Drives a scheduler with NullRunner step by step and checks everything that must hold after each step."""
+"""Drives a scheduler with NullRunner step by step and checks everything that must hold after each step.
+
+Owns the answers as clients would see them. Raises AssertionError for the first thing that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,15 @@ VOCAB = 1000
 
 
 def make_request(request_id: str, prompt: Iterable[int], *, max_tokens: int | None = 4, **fields: Any) -> Request:
+    """A request of these token ids; other keywords are fields of Request, or `params` and `seed`."""
     params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, seed=fields.pop("seed", 0))
     return Request(request_id, np.fromiter(prompt, dtype=np.int32), params, **fields)
 
 
 @dataclass
 class Answer:
+    """What one sequence has said so far."""
+
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
@@ -54,9 +60,11 @@ class Drive:
         self.requests: dict[str, Request] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
         self.order_of_first_token: list[str] = []
-        self.plans: list[StepPlan] = []
+        self.plans: list[StepPlan] | None = []
+        """Every plan; set it to None where they would take too much memory."""
 
     def add(self, request: Request) -> None:
+        """Queue a request now."""
         self.scheduler.add(request, now_s=self.now_s)
         self.requests[request.request_id] = request
         for index in range(request.n):
@@ -70,7 +78,8 @@ class Drive:
             deltas = self.scheduler.take_ended()
         else:
             self._check_plan(plan)
-            self.plans.append(plan)
+            if self.plans is not None:
+                self.plans.append(plan)
             try:
                 result = self.runner.step(plan)
             except RuntimeError:
@@ -83,6 +92,7 @@ class Drive:
         return plan is not None
 
     def run(self, *, max_steps: int = 5000, until: Callable[[], bool] = lambda: False) -> None:
+        """Step until nothing is left to do, or `until` holds."""
         steps = 0
         while self.scheduler.has_work and not until():
             self.step()
@@ -92,11 +102,13 @@ class Drive:
             assert self.manager.stats().num_pages_protected == 0
 
     def answer(self, request_id: str, index: int = 0) -> Answer:
+        """What a sequence has said."""
         return self.answers[request_id, index]
 
     def expected_tokens(self, request_id: str, index: int, count: int) -> list[int]:
+        """The first `count` tokens of a run alone."""
         request = self.requests[request_id]
-        tokens = request.prompt.tolist()
+        tokens: list[int] = request.prompt.tolist()
         seed = derive_seed(request.params.seed or 0, index)
         for _ in range(count):
             tokens.append(next_token(np.array(tokens, dtype=np.int32), seed, self.vocab_size))
