@@ -93,3 +93,15 @@ def test_retracted(model: LoadedModel, alone: list[Answer]) -> None:
 
 def test_first_of_several_sequences(model: LoadedModel, alone: list[Answer]) -> None:
     assert_same(run(model, requests(model, n=3)), alone, NAMES)
+
+
+def test_interleaved_groups_in_one_step(model: LoadedModel) -> None:
+    """Two groups that share 70 tokens each, arriving in turn: the steps put each together, and no bit differs."""
+    heads = [(np.arange(70, dtype=np.int32) * 7 + 11 * group) % 900 + 100 for group in range(2)]
+    params = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=2)
+    jobs = []
+    for i in range(8):
+        prompt = np.append(heads[i % 2], np.int32(200 + i)).astype(np.int32)
+        jobs.append(Request(f"r{i}", prompt, params))
+    singly = [run(model, [job]).answers[job.request_id, 0] for job in jobs]
+    assert_same(run(model, jobs, pages=4 * MAX_LEN), singly, [(job.request_id, 0) for job in jobs])

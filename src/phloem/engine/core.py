@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Literal, TypeVar
 
 from phloem.errors import EngineUnavailableError, PhloemError, StepFailedError
-from phloem.sched.scheduler import Scheduler
+from phloem.kv.manager import CacheStats
+from phloem.sched.scheduler import Scheduler, SchedulerStats
 from phloem.types import ModelRunner, Request, StepPlan, TokenDelta
 
 T = TypeVar("T")
@@ -193,8 +194,8 @@ class EngineCore:
     def _publish(self) -> None:
         scheduler = self._scheduler
         self.snapshot = {
-            **asdict(scheduler.stats),
-            **{f"kv_{name}": value for name, value in asdict(scheduler.manager.stats()).items()},
+            **_counters(scheduler.stats),
+            **_counters(scheduler.manager.stats(), "kv_"),
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.backlog),
         }
@@ -212,3 +213,7 @@ class EngineCore:
                 self._commands.get(block=False)()
             except queue.Empty:
                 return
+
+
+def _counters(record: SchedulerStats | CacheStats, prefix: str = "") -> dict[str, float]:
+    return {prefix + field.name: getattr(record, field.name) for field in fields(record)}

@@ -53,8 +53,12 @@ def _draw(keys: NDArray[np.uint64], seed: int, vocab_size: int) -> int:
     return int(_mix(np.array([total], dtype=np.uint64))[0] % np.uint64(vocab_size))
 
 
+def _table_of_row(plan: StepPlan) -> NDArray[np.int32]:
+    return np.repeat(plan.seq_table_row, np.diff(plan.seq_row_start))
+
+
 class NullRunner:
-    """Implements ModelRunner. `attend=False` skips reading the slots, for simulations of speed.
+    """Implements ModelRunner. `attend=False` skips the K/V, for simulations of speed.
 
     `fail_at` names steps (by order of call, from 0) that raise, to test recovery.
     """
@@ -75,39 +79,45 @@ class NullRunner:
     def step(self, plan: StepPlan) -> StepResult:
         """Write, then attend, then draw. Raises RuntimeError in steps named by `fail_at`."""
         self.num_steps += 1
-        writing = plan.write_slots >= 0
-        values = _kv_value(plan.token_ids.astype(np.int64), plan.positions.astype(np.int64))
-        self._kv[plan.write_slots[writing]] = values[writing]
+        if self._attend:
+            writing = plan.write_slots >= 0
+            values = _kv_value(plan.token_ids.astype(np.int64), plan.positions.astype(np.int64))
+            self._kv[plan.write_slots[writing]] = values[writing]
         if self.num_steps - 1 in self._fail_at:
             raise RuntimeError("this step was told to fail")
-        sequence_of_row = np.repeat(plan.seq_table_row, np.diff(plan.seq_row_start))
-        drawn = [self._logits(plan, row, int(sequence_of_row[row.row])) for row in plan.logit_rows]
+        drawn = self._attended(plan) if self._attend else [self._unseen(row) for row in plan.logit_rows]
         return StepResult(
             step_id=plan.step_id,
             token_ids=np.array(drawn, dtype=np.int32),
             logprobs=np.full(len(drawn), -1.0, dtype=np.float32),
             top=[self._top(row) for row in plan.logit_rows],
-            hidden=self._hidden(plan, sequence_of_row),
+            hidden=self._hidden(plan) if len(plan.hidden_rows) else np.empty((0, HIDDEN_SIZE), np.float32),
         )
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _hidden(self, plan: StepPlan, sequence_of_row: NDArray[np.int32]) -> NDArray[np.float32]:
+    def _hidden(self, plan: StepPlan) -> NDArray[np.float32]:
         """Stands for hidden states: numbers from the K/V that each row can see."""
+        table_of_row = _table_of_row(plan)
         states = np.empty((len(plan.hidden_rows), HIDDEN_SIZE), np.float32)
         for i, row in enumerate(plan.hidden_rows.tolist()):
-            keys = self._kv[plan.slot_table[sequence_of_row[row], : plan.positions[row] + 1]]
+            keys = self._kv[plan.slot_table[table_of_row[row], : plan.positions[row] + 1]]
             if (keys == _EMPTY).any():
                 raise AssertionError(f"a row at position {plan.positions[row]} attends a slot that was never written")
             states[i] = _hidden(keys)
         return states
 
-    def _logits(self, plan: StepPlan, row: LogitRow, table_row: int) -> int:
+    def _unseen(self, row: LogitRow) -> int:
+        return row.target if row.target >= 0 else (row.position * 7919 + row.seed) % self._vocab_size
+
+    def _attended(self, plan: StepPlan) -> list[int]:
+        table_of_row = _table_of_row(plan)
+        return [self._token(plan, row, int(table_of_row[row.row])) for row in plan.logit_rows]
+
+    def _token(self, plan: StepPlan, row: LogitRow, table_row: int) -> int:
         if row.target >= 0:
             return row.target
-        if not self._attend:
-            return (row.position * 7919 + row.seed) % self._vocab_size
         keys = self._kv[plan.slot_table[table_row, : row.position]]
         if (keys == _EMPTY).any():
             raise AssertionError(f"a row at position {row.position - 1} attends a slot that was never written")

@@ -33,8 +33,7 @@ class Backlog:
 
     def add(self, sequence: Sequence, *, now_s: float, resumed: bool = False) -> None:
         """Let a sequence wait; one that was retracted resumes before all that are not overdue."""
-        client = self.shares.ids[sequence.request.client]
-        self.queue.add(sequence, client=client, since_s=now_s, passes=OVERDUE_PASSES if resumed else 0)
+        self.queue.add(sequence, since_s=now_s, passes=OVERDUE_PASSES if resumed else 0)
         self._want(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -45,7 +44,7 @@ class Backlog:
     def note_admission(self, sequence: Sequence) -> None:
         """The sequence overtook older ones of its client; cache-aware bounds how often that happens to each."""
         if self._policy == "cache-aware":
-            self.queue.note_admission(sequence, self.shares.ids[sequence.request.client])
+            self.queue.note_admission(sequence)
 
     def is_overdue(self, slot: int) -> bool:
         """True when a waiting sequence must not be overtaken again."""

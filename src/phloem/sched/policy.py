@@ -52,13 +52,17 @@ class FairShares:
         self.num_live[client_id] += 1
         return client_id
 
-    def leave(self, client: str) -> None:
+    def leave(self, client_id: int) -> None:
         """One sequence of the client has ended."""
-        self.num_live[self.ids[client]] -= 1
+        self.num_live[client_id] -= 1
 
-    def charge(self, client: str, prefilled: int, generated: int) -> None:
-        """Account for computed rows."""
-        self.deficit[self.ids[client]] -= prefilled + OUTPUT_WEIGHT * generated
+    def charge_prefill(self, client_id: int, num_rows: int) -> None:
+        """Account for computed rows of a prompt."""
+        self.deficit[client_id] -= num_rows
+
+    def charge_decodes(self, client_ids: list[int]) -> None:
+        """Account for one generated token of each of these, which may repeat."""
+        np.subtract.at(self.deficit, client_ids, OUTPUT_WEIGHT)
 
     def refill(self, waiting_clients: NDArray[np.int64]) -> None:
         """Top up the waiting clients until one of them has a positive deficit."""

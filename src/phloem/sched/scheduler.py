@@ -36,6 +36,9 @@ from phloem.types import (
 MIN_PREFILL_ROWS = 16
 """Prefill gets this many rows of each step, however many sequences decode."""
 
+PATH_STRIDE = 64
+"""Sequences are told apart by their slots at every so many positions: neighbours in a step share at least as much."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -129,11 +132,11 @@ class Scheduler:
                 index,
                 arrival=self._num_arrivals,
                 namespace_id=namespace_id,
+                client_id=self.backlog.shares.enter(request.client),
                 max_total=num_prompt + (limit if wanted is None else min(limit, wanted)),
             )
             self._num_arrivals += 1
             self._sequences.setdefault(request.request_id, {})[index] = sequence
-            self.backlog.shares.enter(request.client)
             self.backlog.add(sequence, now_s=now_s)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
@@ -184,21 +187,20 @@ class Scheduler:
         plan = self._take_plan(result.step_id)
         self.manager.complete(result.step_id)
         deltas = self.take_ended()
-        for i, (sequence, draws) in enumerate(plan.drawing):
-            logprob = float(result.logprobs[i])
-            token_id = int(result.token_ids[i])
-            if draws:
-                deltas.append(self._take_token(sequence, token_id, logprob, result.top[i]))
-            else:
-                sequence.num_scored += 1
-                if sequence.num_scored >= sequence.request.score_from:
-                    sequence.prompt_logprobs.append(_token_logprob(token_id, logprob, result.top[i]))
+        results = zip(result.token_ids.tolist(), result.logprobs.tolist(), result.top, strict=True)
+        for sequence, row, (token_id, logprob, top) in zip(plan.drawing, plan.logit_rows, results, strict=True):
+            if row.target < 0:
+                deltas.append(self._take_token(sequence, token_id, logprob, top))
+                continue
+            sequence.num_scored += 1
+            if sequence.num_scored >= sequence.request.score_from:
+                sequence.prompt_logprobs.append(_token_logprob(token_id, logprob, top))
         num_pooled = 0
         for sequence, count in plan.pooling:
             sequence.pool(result.hidden[num_pooled : num_pooled + count])
             num_pooled += count
-        for sequence in plan.sequences:
-            if sequence.status is Status.RUNNING and sequence.max_output == 0 and not sequence.needs_rows:
+        for sequence in plan.silent:
+            if sequence.status is Status.RUNNING and not sequence.needs_rows:
                 deltas.append(self._end(sequence, FinishReason.LENGTH))
         return deltas
 
@@ -206,7 +208,7 @@ class Scheduler:
         """The step failed: end its sequences with `error`, drop their pending nodes; the others go on."""
         plan = self._take_plan(step_id)
         deltas = self.take_ended()
-        deltas += [self._end(sequence, FinishReason.ERROR, error=error) for sequence in dict.fromkeys(plan.sequences)]
+        deltas += [self._end(sequence, FinishReason.ERROR, error=error) for sequence in plan.sequences]
         self.manager.discard(step_id)
         return deltas
 
@@ -225,7 +227,7 @@ class Scheduler:
         write_slots = np.empty(len(batch), dtype=np.int32)
         num_done = 0
         while num_done < len(batch):
-            num_done += self._extend(plan.step_id, batch[num_done:], write_slots[num_done : len(batch)])
+            num_done += self._extend(plan.step_id, batch[num_done:], write_slots[num_done:])
             if num_done < len(batch):
                 # The newest is last in the batch or not in it, so nothing of this step is pending for it.
                 victim = self.running[-1]
@@ -235,29 +237,28 @@ class Scheduler:
                 self._retract(victim, now_s)
         if not batch:
             return
-        plan.add_decode_rows(batch, write_slots[: len(batch)])
-        self.stats.num_decode_rows += len(batch)
-        for sequence in batch:
-            sequence.num_prompt_rows += sequence.num_output == 0
-            self.backlog.shares.charge(sequence.request.client, 0, 1)
+        plan.add_decode_rows(batch, write_slots[:num_done])
+        self.stats.num_decode_rows += num_done
+        self.backlog.shares.charge_decodes([s.client_id for s in batch])
 
     def _extend(self, step_id: int, batch: list[Sequence], write_slots: Int32Array) -> int:
         """Give each sequence a place for its last token, in order; return how many got one."""
         cursors = np.array([s.cursor for s in batch], dtype=np.int64)
-        positions = np.array([s.num_computed for s in batch], dtype=np.int64)
-        tokens = np.array([s.tokens[s.num_computed] for s in batch], dtype=np.int32)
+        tokens = np.array([s.tokens.item(s.num_computed) for s in batch], dtype=np.int32)
         slots = np.empty(len(batch), dtype=np.int32)
         writes = np.empty(len(batch), dtype=np.uint8)
         moved_from = np.empty(len(batch), dtype=np.int32)
         num_done = self.manager.extend(cursors, tokens, step_id, slots, writes, moved_from)
-        rows = np.array([s.table_row for s in batch], dtype=np.int64)
-        self._slot_table[rows[:num_done], positions[:num_done]] = slots[:num_done]
-        write_slots[:num_done] = np.where(writes[:num_done] != 0, slots[:num_done], -1)
-        for sequence in batch[:num_done]:
+        done = batch[:num_done]
+        self._slot_table[[s.table_row for s in done], [s.num_computed for s in done]] = slots[:num_done]
+        write_slots[:num_done] = np.where(writes[:num_done], slots[:num_done], -1)
+        for sequence in done:
             sequence.num_computed += 1
+            if sequence.num_tokens == sequence.num_prompt:
+                sequence.note_prompt_rows(1)
         for i in np.flatnonzero(moved_from[:num_done] >= 0).tolist():
             # The page that filled was there already: the sequence goes on with that one.
-            self._fill_slots(batch[i], int(moved_from[i]))
+            self._fill_slots(done[i], int(moved_from[i]))
         return num_done
 
     def _schedule_prefills(self, plan: PlanBuilder, now_s: float) -> None:
@@ -265,7 +266,8 @@ class Scheduler:
         budget = max(self.chunk_size - plan.num_rows, min(self.chunk_size, MIN_PREFILL_ROWS))
         if plan.num_rows:
             budget = min(budget, max(self.mixed_prefill_rows, 1))
-        prefilling = [s for s in self.running if s.needs_rows]
+        # Mostly all decode and nobody waits or wants more: then there is no need to ask each.
+        prefilling = [s for s in self.running if s.needs_rows] if plan.num_rows < len(self.running) else []
         contested = len(prefilling) + len(self.backlog) > 1
         # No prompt takes more than half of a step while others want rows: short ones behind a long one get through.
         share = max(1, budget // 2) if contested else budget
@@ -280,7 +282,7 @@ class Scheduler:
 
     def _prefill(self, plan: PlanBuilder, sequence: Sequence, max_rows: int) -> int:
         """Add up to `max_rows` rows of a prompt; return how many (0 where no pages are to be had)."""
-        if max_rows <= 0 or (sequence.is_scoring and sequence in plan.sequences):
+        if max_rows <= 0 or (sequence.is_scoring and plan.has(sequence)):
             return 0
         manager = self.manager
         tokens = sequence.tokens[: sequence.num_tokens]
@@ -298,9 +300,9 @@ class Scheduler:
             return 0
         plan.add_rows(sequence, start, end, first_write)
         if sequence.num_output == 0:
-            sequence.num_prompt_rows += end - start
+            sequence.note_prompt_rows(end - start)
         self.stats.num_prefill_rows += end - start
-        self.backlog.shares.charge(sequence.request.client, end - start, 0)
+        self.backlog.shares.charge_prefill(sequence.client_id, end - start)
         return end - start
 
     def _append(self, step_id: int, sequence: Sequence, end: int) -> tuple[int, int]:
@@ -325,8 +327,11 @@ class Scheduler:
 
     def _fill_slots(self, sequence: Sequence, start: int) -> None:
         """Copy the slots from position `start` to the cursor into the slot table."""
+        table = self._slot_table[sequence.table_row]
         sequence.num_computed = self.manager.length(sequence.cursor)
-        self.manager.fill_slots(sequence.cursor, start, self._slot_table[sequence.table_row])
+        self.manager.fill_slots(sequence.cursor, start, table)
+        # A slot belongs to one path: where two sequences have one in common, they have all before it in common.
+        sequence.path = table[PATH_STRIDE - 1 : sequence.num_computed : PATH_STRIDE].tobytes()
 
     # --- admission and retraction ---
 
@@ -424,36 +429,16 @@ class Scheduler:
         self.stats.num_output_tokens += 1
         if request.masker:
             request.masker[sequence.index].accept(token_id)
-        reason, stop_reason = self._reason_to_end(sequence, token_id)
-        delta = self._end(sequence, reason) if reason else self._news(sequence)
+        logprobs = None if request.params.logprobs is None else [_token_logprob(token_id, logprob, top)]
+        if token_id in sequence.ending_ids and sequence.num_output > request.params.min_tokens:
+            delta = self._end(sequence, FinishReason.STOP)
+            delta.stop_reason = token_id if token_id in request.stop_token_ids else None
+        elif sequence.num_tokens >= sequence.max_total:
+            delta = self._end(sequence, FinishReason.LENGTH)
+        else:
+            delta = _news(sequence)
         delta.token_ids.append(token_id)
-        delta.stop_reason = stop_reason
-        if request.params.logprobs is not None:
-            delta.logprobs = [_token_logprob(token_id, logprob, top)]
-        return delta
-
-    @staticmethod
-    def _reason_to_end(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-        request = sequence.request
-        if sequence.num_output > request.params.min_tokens:
-            if token_id in request.stop_token_ids:
-                return FinishReason.STOP, token_id
-            if token_id in request.eos_token_ids and not request.params.ignore_eos:
-                return FinishReason.STOP, None
-        if sequence.num_tokens >= sequence.max_total:
-            return FinishReason.LENGTH, None
-        return None, None
-
-    def _news(self, sequence: Sequence) -> TokenDelta:
-        delta = TokenDelta(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=[],
-            num_prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.cached_tokens,
-        )
-        if sequence.prompt_logprobs:
-            delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        delta.logprobs = logprobs
         return delta
 
     def _end(self, sequence: Sequence, reason: FinishReason, *, error: PhloemError | None = None) -> TokenDelta:
@@ -468,7 +453,7 @@ class Scheduler:
         del of_request[sequence.index]
         if not of_request:
             del self._sequences[request.request_id]
-        self.backlog.shares.leave(request.client)
+        self.backlog.shares.leave(sequence.client_id)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.stats.num_finished += 1
             self.stats.num_prompt_tokens += sequence.num_prompt
@@ -478,7 +463,7 @@ class Scheduler:
             self.stats.num_aborted += 1
         else:
             self.stats.num_failed += 1
-        delta = self._news(sequence)
+        delta = _news(sequence)
         delta.finish_reason = reason
         delta.embedding = sequence.embedding
         delta.error = error
@@ -488,6 +473,20 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, request_id = heapq.heappop(self._deadlines)
             self.abort(request_id, error=RequestTimeoutError("the request passed its deadline before it was finished"))
+
+
+def _news(sequence: Sequence) -> TokenDelta:
+    request = sequence.request
+    delta = TokenDelta(
+        request.request_id,
+        sequence.index,
+        [],
+        num_prompt_tokens=sequence.num_prompt,
+        cached_tokens=sequence.cached_tokens,
+    )
+    if sequence.prompt_logprobs:
+        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+    return delta
 
 
 def _token_logprob(token_id: int, logprob: float, top: TopLogprobs | None) -> TokenLogprob:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phloem.kv.manager import Probe
-from phloem.types import Float32Array, Int32Array, Pooling, Request, TokenLogprob
+from phloem.types import Float32Array, Int32Array, LogitRow, Pooling, Request, TokenLogprob
 
 Float64Array = NDArray[np.float64]
 
@@ -47,6 +47,8 @@ class Sequence:
     the request asks for prompt logprobs or an embedding, the rows of positions from `num_scored` to
     `score_until` are still to be looked at, whether their K/V is cached or not; `pooled` is the sum of those seen.
     `admission` orders running sequences by when they were admitted, `arrival` all by when they came.
+    `path` stands for the way through the tree to the cursor: the longer the common path of two running sequences, the
+    longer the common beginning of theirs.
     """
 
     request: Request
@@ -58,6 +60,9 @@ class Sequence:
     num_prompt: int
     num_tokens: int
     max_total: int
+    client_id: int
+    ending_ids: frozenset[int]
+    draw: LogitRow
     status: Status = Status.WAITING
     cursor: int = -1
     num_computed: int = 0
@@ -65,9 +70,11 @@ class Sequence:
     score_until: int = 0
     pooled: Float64Array | None = None
     table_row: int = -1
+    path: bytes = b""
     admission: int = -1
     waiting_slot: int = -1
     num_prompt_rows: int = 0
+    cached_tokens: int = 0
     num_retractions: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     probe: Probe | None = None
@@ -82,11 +89,6 @@ class Sequence:
         return self.max_total - self.num_prompt
 
     @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that this sequence did not compute itself."""
-        return max(0, self.num_prompt - max(1, self.num_prompt_rows))
-
-    @property
     def is_scoring(self) -> bool:
         """True while prompt positions remain whose logprobs or hidden states were asked for."""
         return self.num_scored < self.score_until
@@ -94,7 +96,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """True when only the last token lacks K/V and its row's logits are wanted."""
-        return self.num_tokens - self.num_computed == 1 and self.max_total > self.num_prompt and not self.is_scoring
+        return (
+            self.num_tokens - self.num_computed == 1
+            and self.max_total > self.num_prompt
+            and self.num_scored >= self.score_until
+        )
 
     @property
     def needs_rows(self) -> bool:
@@ -122,6 +128,11 @@ class Sequence:
         self.pooled = np.add.reduce(np.concatenate([before[None], hidden], dtype=np.float64), axis=0)
         self.num_scored += len(hidden)
 
+    def note_prompt_rows(self, count: int) -> None:
+        """So many rows of the prompt were scheduled; the tokens without a row of their own came from the cache."""
+        self.num_prompt_rows += count
+        self.cached_tokens = max(0, self.num_prompt - self.num_prompt_rows)
+
     def append_token(self, token_id: int) -> None:
         """Add one drawn token; amortised O(1)."""
         if self.num_tokens == len(self.tokens):
@@ -131,8 +142,33 @@ class Sequence:
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
 
+    def draw_row(self, row: int) -> LogitRow:
+        """The logit row of the next token. One record serves all draws of the sequence: it holds until the next."""
+        draw, params = self.draw, self.request.params
+        draw.row = row
+        draw.position = self.num_tokens
+        draw.history = self.tokens[: self.num_tokens]
+        if params.min_tokens:
+            is_short = self.num_output < params.min_tokens
+            draw.banned = tuple(sorted(self.request.eos_token_ids | self.request.stop_token_ids)) if is_short else ()
+        return draw
 
-def make_sequence(request: Request, index: int, *, arrival: int, namespace_id: int, max_total: int) -> Sequence:
+    def score_row(self, row: int, position: int) -> LogitRow:
+        """The logit row that scores the prompt's token at `position`."""
+        return LogitRow(
+            row=row,
+            position=position,
+            seed=self.seed,
+            params=self.request.params,
+            history=self.tokens[:position],
+            num_prompt=self.num_prompt,
+            target=int(self.tokens[position]),
+        )
+
+
+def make_sequence(
+    request: Request, index: int, *, arrival: int, namespace_id: int, client_id: int, max_total: int
+) -> Sequence:
     """Build the index-th sequence of a request."""
     num_prompt = len(request.prompt)
     tokens = np.empty(min(max_total, num_prompt + 64), dtype=np.int32) if max_total > num_prompt else request.prompt
@@ -140,16 +176,22 @@ def make_sequence(request: Request, index: int, *, arrival: int, namespace_id: i
     num_scored, score_until = max(0, request.score_from - 1), num_prompt - 1 if request.score_from else 0
     if request.pooling is not None:
         num_scored, score_until = (0 if request.pooling is Pooling.MEAN else num_prompt - 1), num_prompt
+    params = request.params
+    seed = derive_seed(params.seed or 0, index)
+    masker = request.masker[index] if request.masker else None
     return Sequence(
         request=request,
         index=index,
-        seed=derive_seed(request.params.seed or 0, index),
+        seed=seed,
         arrival=arrival,
         namespace_id=namespace_id,
         tokens=tokens,
         num_prompt=num_prompt,
         num_tokens=num_prompt,
         max_total=max_total,
+        client_id=client_id,
+        ending_ids=request.stop_token_ids if params.ignore_eos else request.stop_token_ids | request.eos_token_ids,
+        draw=LogitRow(-1, num_prompt, seed, params, tokens[:num_prompt], num_prompt, masker=masker),
         num_scored=num_scored,
         score_until=score_until,
     )

@@ -40,7 +40,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for sequence in self._sequences if sequence is not None)
 
-    def add(self, sequence: Sequence, *, client: int, since_s: float, passes: int = 0) -> None:
+    def add(self, sequence: Sequence, *, since_s: float, passes: int = 0) -> None:
         """Let a sequence wait; `passes` above 0 brings it nearer to being overdue."""
         if not self._free:
             self._grow()
@@ -51,7 +51,7 @@ class WaitingQueue:
         self.arrival[slot] = sequence.arrival
         self.since_s[slot] = since_s
         self.priority[slot] = sequence.request.priority
-        self.client[slot] = client
+        self.client[slot] = sequence.client_id
         self.length[slot] = sequence.num_tokens
         self.passes[slot] = passes
         self.matched[slot] = 0
@@ -84,10 +84,10 @@ class WaitingQueue:
         self.matched[slot] = matched
         self.group[slot] = node if matched else self.fingerprint[slot]
 
-    def note_admission(self, sequence: Sequence, client: int) -> None:
+    def note_admission(self, sequence: Sequence) -> None:
         """Count a pass for each older one of the client, of no higher priority, that the admitted one overtakes."""
         overtaken = self.alive & (self.arrival < sequence.arrival)
-        overtaken &= (self.client == client) & (self.priority >= sequence.request.priority)
+        overtaken &= (self.client == sequence.client_id) & (self.priority >= sequence.request.priority)
         self.passes[overtaken] += 1
 
     def _grow(self) -> None:
