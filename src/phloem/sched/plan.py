@@ -20,8 +20,7 @@ Span = tuple[Sequence, int, int, Int32Array]
 class PlanBuilder:
     """Rows of one step. `silent` are those among its sequences that draw no token.
 
-    After `build`, `drawing` has the sequence of each logit row,
-    `pooling` whose hidden states are wanted, and how many.
+    After `build`, `drawing` has the sequence of each logit row, `pooling` whose hidden states are wanted and how many.
     """
 
     step_id: int
