@@ -19,6 +19,7 @@ usage: phloem COMMAND [...]
 
   serve [MODEL]    serve a model over HTTP, in the forms of the OpenAI API
   run [MODEL]      chat with a model in the terminal
+  doctor [MODEL]   say what this machine can do, and what the model would reach
   bench NAME       measure: {benchmarks}
   version          print the version
 
@@ -44,6 +45,7 @@ def _dispatch(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": lambda rest: int(import_module("phloem.cli.serve").serve(rest)),
         "run": lambda rest: int(import_module("phloem.cli.run").run(rest)),
+        "doctor": lambda rest: int(import_module("phloem.cli.doctor").doctor(rest)),
         "bench": _bench,
         "version": _version,
         "help": _help,

@@ -1,4 +1,4 @@
-"""`phloem serve` and `phloem run`: from their arguments to config objects.
+"""`phloem serve`, `run` and `doctor`: from their arguments to config objects.
 
 Owns which flags each takes. Must not know what they do.
 """
@@ -83,6 +83,23 @@ def parse_run(argv: Sequence[str]) -> RunArgs:
     except InvalidRequestError as error:
         raise UsageError(f"--{error.message}") from None
     return RunArgs(engine, params, arguments.system, warnings)
+
+
+def parse_doctor(argv: Sequence[str]) -> tuple[EngineConfig | None, bool]:
+    """The engine to look at, None for the machine alone where no demo model is installed; and whether to print JSON."""
+    parser = Parser(prog="phloem doctor", description="Say what this machine can do, and what a model would reach.")
+    _add_model(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_flags(parser.add_argument_group("engine"), EngineConfig, skip={"model"})
+    words, _ = modernise(argv)
+    arguments = parser.parse_strict(words)
+    try:
+        model = _model(arguments)
+    except UsageError:
+        if arguments.MODEL or arguments.model:
+            raise
+        return None, arguments.json
+    return build(EngineConfig, arguments, model=model), arguments.json
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from phloem.config import EngineConfig
 from phloem.errors import StartupError, UsageError
 from phloem.kv.manager import KVCacheManager
 from phloem.models.load import LoadedModel, load_model
+from phloem.models.spec import ModelSpec
 from phloem.models.tokenizer import Tokenizer
 from phloem.runner.kv_buffers import kv_bytes_per_token
 from phloem.sched.scheduler import Scheduler
@@ -49,18 +50,12 @@ def load_parts(
     """
     report = progress or (lambda _stage, _fraction: None)
     free_bytes = available_memory()
-    model = load_model(
-        config.model,
-        max_len=config.max_model_len,
-        chat_template=_read_template(config.chat_template),
-        dummy=config.load_format == "dummy",
-        progress=lambda news: report(*news),
-    )
+    model = open_model(config, report)
     spec = model.spec
-    max_model_len = config.max_model_len or min(spec.max_position_embeddings, _MAX_DEFAULT_CONTEXT)
+    max_model_len = served_length(config, spec)
     weight_bytes = model.weight_bytes
     token_bytes = kv_bytes_per_token(spec, config.kv_cache_dtype)
-    num_pages = _num_pages(config, free_bytes, weight_bytes, token_bytes)
+    num_pages = size_pool(config, free_bytes, weight_bytes, token_bytes)
     num_slots = num_pages * config.page_size
     runner, facts = _make_runner(config, model, num_slots=num_slots, max_model_len=max_model_len, report=report)
     manager = make_manager(
@@ -90,6 +85,22 @@ def load_parts(
         **facts,
     }
     return EngineParts(config, scheduler, runner, model.tokenizer, model.name, description)
+
+
+def open_model(config: EngineConfig, report: Progress | None = None) -> LoadedModel:
+    """The checkpoint that a configuration names, mapped and not yet read."""
+    return load_model(
+        config.model,
+        max_len=config.max_model_len,
+        chat_template=_read_template(config.chat_template),
+        dummy=config.load_format == "dummy",
+        progress=(lambda news: report(*news)) if report else None,
+    )
+
+
+def served_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """Longest request in tokens: as asked, else the model's own up to a limit."""
+    return config.max_model_len or min(spec.max_position_embeddings, _MAX_DEFAULT_CONTEXT)
 
 
 def available_memory() -> int:
@@ -126,7 +137,7 @@ def _read_template(path: str) -> str | None:
         ) from None
 
 
-def _num_pages(config: EngineConfig, free_bytes: int, weight_bytes: int, token_bytes: int) -> int:
+def size_pool(config: EngineConfig, free_bytes: int, weight_bytes: int, token_bytes: int) -> int:
     """Pages of the pool: as asked, or what the memory share leaves beside the weights."""
     if config.max_total_tokens:
         needed = config.max_total_tokens * token_bytes
