@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -244,15 +244,14 @@ class TraceResult:
     """How a tree did on a trace."""
 
     requests_per_s: float
-    hit_rate: float
+    hit_tokens: int
 
 
 def play(player: Player, calls: list[Call]) -> TraceResult:
     """Serve a trace in order."""
     began = time.perf_counter()
     hits = sum(player.serve(call) for call in calls)
-    seconds = time.perf_counter() - began
-    return TraceResult(len(calls) / seconds, hits / sum(call.num_prompt for call in calls))
+    return TraceResult(len(calls) / (time.perf_counter() - began), hits)
 
 
 def footprint(calls: list[Call]) -> int:
@@ -298,24 +297,27 @@ def _print_verbs(million: int, repeats: int) -> None:
             print(f"  there, {length:,} warm tokens: {_us(times.native)} native, {_us(times.python)} from Python")
 
 
-def _sglang_player() -> Callable[[int], Player] | None:
-    if find_spec("sglang") is None:
-        return None
-    from phloem.bench.sglang_tree import SGLangPlayer
+def _players() -> dict[str, Callable[[int], Player]]:
+    """What plays the trace, by name; says what is left out, and why."""
+    from phloem.bench.sglang_tree import SGLangPlayer, why_not
 
-    return SGLangPlayer
+    players: dict[str, Callable[[int], Player]] = {"native": NativePlayer, "plain Python": PlainPlayer}
+    missing = why_not()
+    if missing:
+        print(f"SGLang's trees are left out: {missing}")
+    else:
+        players["SGLang RadixCache (Python)"] = SGLangPlayer
+        players["SGLang UnifiedRadixCache (Rust core)"] = partial(SGLangPlayer, unified=True)
+    return players
 
 
 def _print_trace(conversations: int, shares: list[float]) -> None:
     calls = agent_trace(conversations)
     pages = footprint(calls)
-    print(f"trace: {conversations:,} conversations, {len(calls):,} requests, footprint {pages:,} tokens")
-    players: dict[str, Callable[[int], Player]] = {"native": NativePlayer, "plain Python": PlainPlayer}
-    sglang = _sglang_player()
-    if sglang is None:
-        print("sglang is not installed: its tree is left out")
-    else:
-        players["SGLang RadixCache"] = sglang
+    prompts = sum(call.num_prompt for call in calls)
+    size = f"{conversations:,} conversations, {len(calls):,} requests, {prompts:,} prompt tokens"
+    print(f"trace: {size}, footprint {pages:,} tokens")
+    players = _players()
     for share in shares:
         num_pages = max(int(pages * share), 8192)
         base: TraceResult | None = None
@@ -323,9 +325,10 @@ def _print_trace(conversations: int, shares: list[float]) -> None:
             result = play(make(num_pages), calls)
             base = base or result
             print(
-                f"pool {share:.0%} of the footprint, {name}: {result.requests_per_s:,.0f} requests/s, hit rate "
-                f"{result.hit_rate:.2%} (native: {base.requests_per_s / result.requests_per_s:.1f}x, "
-                f"{base.hit_rate - result.hit_rate:+.2%})"
+                f"pool {share:.0%} of the footprint, {name}: {result.requests_per_s:,.0f} requests/s, "
+                f"{result.hit_tokens:,} hit tokens = {result.hit_tokens / prompts:.2%} (native: "
+                f"{base.requests_per_s / result.requests_per_s:.1f}x, {base.hit_tokens - result.hit_tokens:+,})",
+                flush=True,
             )
 
 
@@ -333,6 +336,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Options of the benchmark."""
     parser = argparse.ArgumentParser(prog="phloem bench tree", description="measure the radix tree")
     parser.add_argument("--conversations", type=int, default=2000, help="length of the trace (default: %(default)s)")
+    parser.add_argument(
+        "--pools",
+        type=float,
+        nargs="*",
+        default=[0.05, 0.2, 0.5],
+        help="pools, of the trace's footprint (default: %(default)s)",
+    )
+    parser.add_argument("--skip-verbs", action="store_true", help="play the trace only")
     parser.add_argument("--million", type=int, default=0, help="also measure in a tree of so many nodes, say 1000000")
     parser.add_argument("--repeats", type=int, default=7, help="medians are of so many (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -341,6 +352,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Print all figures."""
     options = parse_arguments(arguments)
-    _print_verbs(options.million, options.repeats)
-    _print_trace(options.conversations, [0.05, 0.2, 0.5])
+    if not options.skip_verbs:
+        _print_verbs(options.million, options.repeats)
+    if options.pools:
+        _print_trace(options.conversations, options.pools)
     return 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from phloem.bench import tree
+from phloem.bench import sglang_tree, tree
 from phloem.bench.plain_tree import PlainTree
 
 
@@ -22,8 +20,8 @@ def test_tail_trim_hits_no_less_than_a_plain_tree_at_every_pool_size() -> None:
         native = tree.NativePlayer(num_pages)
         result = tree.play(native, calls)
         native.cache.check_invariants()
-        assert result.hit_rate >= tree.play(tree.PlainPlayer(num_pages), calls).hit_rate
-        hits.append(result.hit_rate)
+        assert result.hit_tokens >= tree.play(tree.PlainPlayer(num_pages), calls).hit_tokens
+        hits.append(result.hit_tokens)
     assert hits == sorted(hits)
 
 
@@ -42,65 +40,83 @@ def test_it_prints_every_figure(capsys: pytest.CaptureFixture[str], monkeypatch:
         assert figure in printed
 
 
-def test_without_sglang_it_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_sglang_it_is_left_out_and_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_tree, "find_spec", lambda name: None)
     tree._print_trace(5, [1.0])
-    printed = capsys.readouterr().out
-    try:
-        importlib.import_module("sglang")
-    except ImportError:
-        assert "sglang is not installed" in printed
-    else:
-        assert "SGLang RadixCache" in printed
+    assert "SGLang's trees are left out: sglang is not installed" in capsys.readouterr().out
 
 
-def test_an_installed_sglang_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unified", [False, True])
+def test_an_installed_sglang_is_played(monkeypatch: pytest.MonkeyPatch, unified: bool) -> None:
     """Against a stand-in with the interface that the player calls, backed by the plain tree."""
-    fakes = {"torch": FakeTorch, "sglang.srt.mem_cache.base_prefix_cache": FakeBase}
-    fakes["sglang.srt.mem_cache.radix_cache"] = FakeRadix
-    monkeypatch.setattr(tree, "find_spec", lambda name: name == "sglang")
-    monkeypatch.setattr(importlib, "import_module", lambda name: fakes[name])
-    monkeypatch.delitem(sys.modules, "phloem.bench.sglang_tree", raising=False)
-    player = tree._sglang_player()
-    monkeypatch.delitem(sys.modules, "phloem.bench.sglang_tree")  # it holds the stand-ins: no later test may see it
-    assert player is not None
+    fakes = {
+        "torch": SimpleNamespace(int64=np.int64, cat=np.concatenate),
+        "base_prefix_cache": FakeBase,
+        "radix_cache": FakeTrees,
+        "unified_radix_cache": FakeTrees,
+        "unified_cache.component_type": SimpleNamespace(ComponentType=SimpleNamespace(FULL=0)),
+        "allocator.token": SimpleNamespace(TokenToKVPoolAllocator=FakeSlots),
+        "cache_init_params": SimpleNamespace(CacheInitParams=SimpleNamespace),
+    }
+    monkeypatch.setattr(sglang_tree, "find_spec", lambda name: name == "sglang")
+    monkeypatch.setattr(sglang_tree, "import_module", lambda name: fakes[name.removeprefix("sglang.srt.mem_cache.")])
+    assert len(tree._players()) == 4
     calls = tree.agent_trace(20)
     num_pages = max(tree.footprint(calls) // 5, 8192)
-    assert tree.play(player(num_pages), calls).hit_rate == tree.play(tree.PlainPlayer(num_pages), calls).hit_rate
-
-
-class FakeTorch:
-    cat = staticmethod(np.concatenate)
-    from_numpy = staticmethod(lambda array: array)
+    player = sglang_tree.SGLangPlayer(num_pages, unified=unified)
+    assert tree.play(player, calls).hit_tokens == tree.play(tree.PlainPlayer(num_pages), calls).hit_tokens
 
 
 class FakeBase:
-    MatchPrefixParams = EvictParams = InsertParams = staticmethod(lambda **fields: SimpleNamespace(**fields))
+    MatchPrefixParams = EvictParams = InsertParams = SimpleNamespace
+
+
+class FakeSlots:
+    def __init__(self, size: int, *_args: object) -> None:
+        self.free = list(range(size))
+
+    def available_size(self) -> int:
+        return len(self.free)
+
+    def alloc(self, n: int):
+        slots, self.free = self.free[:n], self.free[n:]
+        return np.array(slots)
+
+
+class RustUnifiedTreeCore:
+    """Named as the core that the player insists on."""
 
 
 class FakeCache:
-    def __init__(self, pool) -> None:
-        self.tree, self.pool = PlainTree(0), pool
+    def __init__(self, parameters) -> None:
+        self.tree, self.slots = PlainTree(0), parameters.token_to_kv_pool_allocator
+        self.tree_core = RustUnifiedTreeCore()
 
     def match_prefix(self, params):
         node, length = self.tree.match(params.key)
-        return SimpleNamespace(last_device_node=node, device_indices=np.zeros(length, np.int64))
+        return SimpleNamespace(last_device_node=(node, length), device_prefix_len=length)
+
+    def path_device_indices(self, place):
+        return np.zeros(place[1], np.int64)
 
     def evict(self, params) -> None:
         self.tree.evict(params.num_tokens)
-        self.pool.free(np.array(self.tree.free))
+        self.slots.free += self.tree.free
         self.tree.free = []
 
     def insert(self, params) -> None:
-        new = len(params.value) - self.tree.match(params.key)[1]
-        self.tree.insert(params.key, params.value[len(params.value) - new :])
+        self.tree.insert(params.key, params.value[params.prev_prefix_len :])
 
-    def inc_lock_ref(self, node) -> None:
-        self.tree.lock(node, 1)
+    def lock(self, place):
+        self.tree.lock(place[0], 1)
+        return place
 
-    def dec_lock_ref(self, node) -> None:
-        self.tree.lock(node, -1)
+    def unlock(self, place) -> None:
+        self.tree.lock(place[0], -1)
 
 
-class FakeRadix:
-    RadixKey = staticmethod(lambda tokens, extra: np.array(tokens, dtype=np.int32))
-    RadixCache = SimpleNamespace(create_simulated=lambda mock_allocator: FakeCache(mock_allocator))
+class FakeTrees:
+    RadixKey = staticmethod(lambda tokens, limit=None: np.array(tokens[:limit], dtype=np.int32))
+    RadixCache = UnifiedRadixCache = FakeCache
