@@ -219,4 +219,18 @@ class EvictionOrder {
   float clock_ = 0.0f;
 };
 
+// The node that goes and those that are likely to go after it. A guess, good for fetching: entries may be dead by now.
+struct EvictionWindow {
+  NodeId ids[8] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};
+
+  // One step along the order where the guess was right: O(1), and the window is not walked again.
+  void move_to(NodeId id, const EvictionOrder& order) {
+    std::copy(ids + 1, ids + 8, ids);
+    ids[7] = order.after(ids[6]);
+    if (ids[0] == id) return;
+    ids[0] = id;
+    for (int i = 1; i < 8; ++i) ids[i] = order.after(ids[i - 1]);
+  }
+};
+
 }  // namespace phloem

@@ -1,7 +1,9 @@
 // Owns the free list of page ids. Must not know tokens, nodes or requests.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,31 +17,31 @@ using PageId = uint32_t;
 // end comes back in ascending order. Trusts its caller: the tree's own books say which pages are in use.
 class PagePool {
  public:
-  explicit PagePool(uint32_t num_pages) : num_pages_(num_pages) {
-    free_.reserve(num_pages);
-    for (uint32_t page = num_pages; page-- > 0;) free_.push_back(page);
+  explicit PagePool(uint32_t num_pages) : free_(num_pages), num_free_(num_pages) {
+    for (uint32_t i = 0; i < num_pages; ++i) free_[i] = num_pages - 1 - i;
   }
 
-  uint32_t num_pages() const { return num_pages_; }
-  uint32_t num_free() const { return static_cast<uint32_t>(free_.size()); }
-  const std::vector<PageId>& free_pages() const { return free_; }
+  uint32_t num_pages() const { return static_cast<uint32_t>(free_.size()); }
+  uint32_t num_free() const { return num_free_; }
+  std::span<const PageId> free_pages() const { return {free_.data(), num_free_}; }
 
   // Write n ids to out, or nothing and false when fewer are free.
   bool allocate(uint32_t n, PageId* out) {
-    if (n > free_.size()) return false;
-    for (uint32_t i = 0; i < n; ++i) out[i] = free_[free_.size() - 1 - i];
-    free_.resize(free_.size() - n);
+    if (n > num_free_) return false;
+    num_free_ -= n;
+    std::reverse_copy(free_.data() + num_free_, free_.data() + num_free_ + n, out);
     return true;
   }
 
   // Give n pages back, the last one first.
   void free(const PageId* pages, uint32_t n) {
-    for (uint32_t i = n; i-- > 0;) free_.push_back(pages[i]);
+    std::reverse_copy(pages, pages + n, free_.data() + num_free_);
+    num_free_ += n;
   }
 
  private:
-  uint32_t num_pages_;
-  std::vector<PageId> free_;
+  std::vector<PageId> free_;  // the first num_free_ are free
+  uint32_t num_free_;
 };
 
 // The same for callers who keep no books.

@@ -229,7 +229,7 @@ class RadixTree {
   void remove_leaf(NodeId id);
   void after_child_removed(NodeId parent);
   uint32_t trim(NodeId id, uint32_t num_pages);
-  void prefetch_following(NodeId id) const;
+  void prefetch(const EvictionWindow& window) const;
   void keep_watermark();
 
   // cursors.cpp

@@ -78,28 +78,27 @@ uint32_t RadixTree::trim(NodeId id, uint32_t num_wanted) {
   return freed;
 }
 
-// Evicting a node touches some fifteen cache lines all over the tree. Fetch those of the next nodes in the order: eight
-// turns ahead the node, five turns ahead what it points to, two turns ahead what may be merged when it goes.
-void RadixTree::prefetch_following(NodeId id) const {
-  NodeId ahead[9] = {id};
-  for (int i = 1; i < 9; ++i) ahead[i] = order_.after(ahead[i - 1]);
-  if (ahead[8] != kNone) nodes_.prefetch(ahead[8]);
-  if (ahead[5] != kNone) {
-    const NodeHot& h = hot(ahead[5]);
-    const NodeCold& c = cold(ahead[5]);
-    __builtin_prefetch(value(ahead[5]));
-    __builtin_prefetch(value(ahead[5]) + 15);
+// Evicting a node touches some fifteen cache lines all over the tree. Fetch those of the next ones in the order: the
+// last of the window itself, five turns ahead what it points to, two turns ahead what may be merged when it goes.
+void RadixTree::prefetch(const EvictionWindow& window) const {
+  const NodeId far = window.ids[7], middle = window.ids[5], near = window.ids[2];
+  if (far != kNone) nodes_.prefetch(far);
+  if (middle != kNone && (hot(middle).flags & kListed) != 0) {
+    const NodeHot& h = hot(middle);
+    const NodeCold& c = cold(middle);
+    __builtin_prefetch(value(middle));
+    __builtin_prefetch(value(middle) + 15);
     index_.prefetch(ChildIndex::hash(h.parent, h.fingerprint));
-    for (const NodeId near : {h.parent, h.prev_sibling, h.next_sibling}) {
-      if (near != kNone) __builtin_prefetch(&hot(near));
+    for (const NodeId id : {h.parent, h.prev_sibling, h.next_sibling}) {
+      if (id != kNone) __builtin_prefetch(&hot(id));
     }
-    for (const NodeId holder : {c.chunk_prev, c.chunk_next}) {
-      if (holder != kNone) __builtin_prefetch(&cold(holder));
+    for (const NodeId id : {c.chunk_prev, c.chunk_next}) {
+      if (id != kNone) __builtin_prefetch(&cold(id));
     }
   }
-  if (ahead[2] != kNone && hot(hot(ahead[2]).parent).num_children == 2) {
-    for (const NodeId near : {hot(ahead[2]).parent, hot(ahead[2]).prev_sibling, hot(ahead[2]).next_sibling}) {
-      if (near != kNone) __builtin_prefetch(&cold(near));
+  if (near != kNone && (hot(near).flags & kListed) != 0 && hot(hot(near).parent).num_children == 2) {
+    for (const NodeId id : {hot(near).parent, hot(near).prev_sibling, hot(near).next_sibling}) {
+      if (id != kNone) __builtin_prefetch(&cold(id));
     }
   }
 }
@@ -110,10 +109,12 @@ uint32_t RadixTree::evict(uint32_t num_wanted) {
                         std::to_string(config_.num_pages));
   }
   uint32_t freed = 0;
+  EvictionWindow window;
   while (freed < num_wanted) {
     const NodeId id = order_.next();
     if (id == kNone) break;
-    prefetch_following(id);
+    window.move_to(id, order_);
+    prefetch(window);
     freed += trim(id, num_wanted - freed);
   }
   if (freed > 0) ++version_;

@@ -47,7 +47,7 @@ class Slab {
       drop(id);
       return false;
     }
-    return chunk.live < chunk.size / 4;
+    return chunk.live < chunk.size / 8;
   }
 
   uint32_t* at(uint32_t chunk, uint32_t offset) { return chunks_[chunk].words.data() + offset; }
