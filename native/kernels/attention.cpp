@@ -69,29 +69,45 @@ PHLOEM_INLINE void transpose(F8 v[8]) {
 #endif
 }
 
+// Eight keys from `key` on, transposed; those from `live` on become zero. kAll: all eight are there.
+template <KvFormat kFormat, bool kAll>
+PHLOEM_INLINE void load_keys(const AttendArgs& args, const int32_t* slots, int live, float* keys) {
+  const KvView& kv = args.kv;
+  const int d = kv.head_dim;
+  int64_t index[8];
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) index[j] = kv.vector_index(args.kv_head, slots[kAll || j < live ? j : 0]);
+  for (int i = 0; i < d; i += 8) {
+    F8 v[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      v[j] = load_kv<kFormat>(kv.k, index[j] * d + i);
+      if constexpr (kFormat == KvFormat::i8) v[j] = v[j] * splat(kv.k_scale[index[j]]);
+      if (!kAll && j >= live) v[j] = splat(0.0f);
+    }
+    transpose(v);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) store(keys + static_cast<size_t>(i + j) * kTile, v[j]);
+  }
+}
+
 // Keys as [d][64], values as [64][d]; lanes past num_keys are zero up to the next multiple of 16 keys (K).
 template <KvFormat kFormat>
 void load_tile(const AttendArgs& args, const Tile& tile, const Scratch& scratch) {
   const KvView& kv = args.kv;
   const int d = kv.head_dim;
-  const int padded = (tile.num_keys + 15) / 16 * 16;
-  for (int key = 0; key < padded; key += 8) {
-    const int live = max_of(0, min_of(8, tile.num_keys - key));
-    int64_t index[8];
-    for (int j = 0; j < live; ++j) index[j] = kv.vector_index(args.kv_head, tile.slots[key + j]);
-    for (int i = 0; i < d; i += 8) {
-      F8 v[8] = {};
-      for (int j = 0; j < live; ++j) {
-        v[j] = load_kv<kFormat>(kv.k, index[j] * d + i);
-        if constexpr (kFormat == KvFormat::i8) v[j] = v[j] * splat(kv.k_scale[index[j]]);
-      }
-      transpose(v);
-      for (int j = 0; j < 8; ++j) store(scratch.keys + static_cast<size_t>(i + j) * kTile + key, v[j]);
-    }
+  int key = 0;
+  for (; key + 8 <= tile.num_keys; key += 8) load_keys<kFormat, true>(args, tile.slots + key, 8, scratch.keys + key);
+  if (key < tile.num_keys) {
+    load_keys<kFormat, false>(args, tile.slots + key, tile.num_keys - key, scratch.keys + key);
+    key += 8;
   }
-  for (int key = 0; key < tile.num_keys; ++key) {
+  if (key % 16)
+    for (int i = 0; i < d; ++i) store(scratch.keys + static_cast<size_t>(i) * kTile + key, splat(0.0f));
+  for (key = 0; key < tile.num_keys; ++key) {
     const int64_t index = kv.vector_index(args.kv_head, tile.slots[key]);
     const F8 scale = splat(kFormat == KvFormat::i8 ? kv.v_scale[index] : 1.0f);
+#pragma GCC unroll 4
     for (int i = 0; i < d; i += 8) {
       F8 v = load_kv<kFormat>(kv.v, index * d + i);
       if constexpr (kFormat == KvFormat::i8) v = v * scale;
@@ -113,24 +129,25 @@ void prefetch_tile(const AttendArgs& args, const int32_t* slots, int num_keys) {
   }
 }
 
-// weights[r][key] = q[r] . k[key] for keys up to a multiple of 16.
-template <int kRows>
-PHLOEM_INLINE void scores(const float* q, const float* keys, int d, int num_keys, float* weights) {
-  for (int key = 0; key < num_keys; key += 16) {
-    F8 sums[kRows][2] = {};
-    for (int i = 0; i < d; ++i) {
-      const F8 k0 = load(keys + static_cast<size_t>(i) * kTile + key);
-      const F8 k1 = load(keys + static_cast<size_t>(i) * kTile + key + 8);
+// weights[r][key] = q[r] . k[key] for 8 * kVectors keys.
+template <int kRows, int kVectors>
+PHLOEM_INLINE void scores(const float* q, const float* keys, int d, float* weights) {
+  F8 sums[kRows][kVectors];
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const F8 a = splat(q[static_cast<size_t>(r) * d + i]);
-        sums[r][0] = fma(a, k0, sums[r][0]);
-        sums[r][1] = fma(a, k1, sums[r][1]);
-      }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
+  for (int i = 0; i < d; ++i) {
+    F8 k[kVectors];
+    for (int v = 0; v < kVectors; ++v) k[v] = in_register(load(keys + static_cast<size_t>(i) * kTile + 8 * v));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const F8 a = splat(q[static_cast<size_t>(r) * d + i]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(a, k[v], sums[r][v]);
     }
-    for (int r = 0; r < kRows; ++r)
-      for (int h = 0; h < 2; ++h) store(weights + r * kTile + key + 8 * h, sums[r][h]);
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) store(weights + r * kTile + 8 * v, sums[r][v]);
 }
 
 // In place: weights = exp(weights - maximum) with keys at and past `limit` masked. Returns maximum and sum.
@@ -160,24 +177,28 @@ PHLOEM_INLINE void merge_heads(float* state_ml, float m, float l, float* keep, f
   state_ml[1] = fma(state_ml[1], *keep, l * *add);
 }
 
-// state sums = state sums * keep + (weights . values) * add, over kHalves vectors of dimensions.
-template <int kRows, int kHalves>
+// state sums = state sums * keep + (weights . values) * add, over 8 * kVectors dimensions.
+template <int kRows, int kVectors>
 PHLOEM_INLINE void weighted_values(const float* weights, const float* values, int d, int num_keys, float* state,
                                    size_t stride, const float* keep, const float* add) {
-  F8 sums[kRows][kHalves] = {};
+  F8 sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kVectors; ++i) sums[r][i] = splat(0.0f);
   for (int key = 0; key < num_keys; ++key) {
-    F8 v[kHalves];
-    for (int h = 0; h < kHalves; ++h) v[h] = load(values + static_cast<size_t>(key) * d + 8 * h);
+    F8 v[kVectors];
+    for (int i = 0; i < kVectors; ++i) v[i] = in_register(load(values + static_cast<size_t>(key) * d + 8 * i));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const F8 p = splat(weights[r * kTile + key]);
-      for (int h = 0; h < kHalves; ++h) sums[r][h] = fma(p, v[h], sums[r][h]);
+      for (int i = 0; i < kVectors; ++i) sums[r][i] = fma(p, v[i], sums[r][i]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    for (int h = 0; h < kHalves; ++h) {
-      float* at = state + r * stride + 8 * h;
-      store(at, fma(load(at), splat(keep[r]), sums[r][h] * splat(add[r])));
+    for (int i = 0; i < kVectors; ++i) {
+      float* at = state + r * stride + 8 * i;
+      store(at, fma(load(at), splat(keep[r]), sums[r][i] * splat(add[r])));
     }
   }
 }
@@ -194,15 +215,22 @@ void attend_rows(const AttendArgs& args, const Tile& tile, const Scratch& scratc
     limits[r] = min_of(kTile, position - tile.first_key + 1);
     most = max_of(most, limits[r]);
   }
-  scores<kRows>(scratch.queries + static_cast<size_t>(first) * d, scratch.keys, d, most, scratch.weights);
+  constexpr int kWide = kRows <= 3 ? 4 : 2;  // vectors at a time: enough chains to hide the latency of an addition
+  const float* queries = scratch.queries + static_cast<size_t>(first) * d;
+  int key = 0;
+  for (; key + 8 * kWide <= most; key += 8 * kWide)
+    scores<kRows, kWide>(queries, scratch.keys + key, d, scratch.weights + key);
+  for (; key < most; key += 16) scores<kRows, 2>(queries, scratch.keys + key, d, scratch.weights + key);
   float keep[kRows], add[kRows];
   for (int r = 0; r < kRows; ++r) {
     float m, l, *weights = scratch.weights + r * kTile;
     softmax_tile(weights, limits[r], &m, &l);
-    for (int key = (limits[r] + 7) / 8 * 8; key < most; ++key) weights[key] = 0.0f;
+    for (key = (limits[r] + 7) / 8 * 8; key < most; ++key) weights[key] = 0.0f;
     merge_heads(state + r * stride + d, m, l, keep + r, add + r);
   }
   int i = 0;
+  for (; i + 8 * kWide <= d; i += 8 * kWide)
+    weighted_values<kRows, kWide>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
   for (; i + 16 <= d; i += 16)
     weighted_values<kRows, 2>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
   for (; i < d; i += 8)

@@ -87,7 +87,6 @@ void Decoder::reserve(int num_rows) {
   sum_.reserve(rows * ld_most_ / kGroup);
   outlier_.reserve(rows * ld_most_ / kGroup);
   outlier_at_.reserve(rows * ld_most_ / kGroup);
-  gemm_scratch_.reserve(threads * gemm_scratch_bytes(most_groups_));
   temp_.reserve(threads * padded(config_.head_dim, kGroup));
   local_.reserve(threads * kLocalRows * ld_hidden_ * 2);
   local_quantised_.reserve(threads * kLocalRows * ld_hidden_);
@@ -156,9 +155,8 @@ void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit
   });
   NormedInput input(*this, member, logit_rows, num_logits, final_norm_);
   const Cut shares = cut(head_, ld_hidden_, num_logits, head_.weight->view().panels(), 1);
-  member.for_each(shares.units(), [&](int unit) {
-    product(head_, input.get(), shares, unit, num_logits, logits, ld_logits, false, member.index());
-  });
+  member.for_each(shares.units(),
+                  [&](int unit) { product(head_, input.get(), shares, unit, num_logits, logits, ld_logits, false); });
 }
 
 // Queries, keys and values of all rows; rotates each head as soon as it is there and writes K/V to the cache. All rows
@@ -180,7 +178,7 @@ void Decoder::project(Member& member, const DecoderLayer& layer, const KvView& k
     if (part > 0) unit -= q_units;
     if (part > 1) unit -= k_units;
     const Cut& share = shares[part];
-    product(*linears[part], input.get(), share, unit, m, outs[part], ld_outs[part], false, member.index());
+    product(*linears[part], input.get(), share, unit, m, outs[part], ld_outs[part], false);
     const int head_begin = share.panel_begin(unit) * kPanel / d;
     const int head_end = std::min(part ? config_.num_kv_heads : config_.num_heads,
                                   (share.panel_begin(unit) + share.panels) * kPanel / d);
@@ -275,8 +273,8 @@ void Decoder::gated(Member& member, const DecoderLayer& layer, int num_rows) {
   const ActView out{gate_.data(),    quantised_.data(),  scale_.data(), sum_.data(),
                     outlier_.data(), outlier_at_.data(), ld_inter_};
   member.for_each(share.units(), [&](int unit) {
-    product(layer.gate, input.get(), share, unit, num_rows, gate_.data(), ld_inter_, false, member.index());
-    product(layer.up, input.get(), share, unit, num_rows, up_.data(), ld_inter_, false, member.index());
+    product(layer.gate, input.get(), share, unit, num_rows, gate_.data(), ld_inter_, false);
+    product(layer.up, input.get(), share, unit, num_rows, up_.data(), ld_inter_, false);
     const int begin = share.panel_begin(unit) * kPanel, end = std::min(begin + share.panels * kPanel, ld_inter_);
     const int row_end = std::min(share.row_begin(unit) + share.rows, num_rows);
     for (int row = share.row_begin(unit); row < row_end; ++row) {
@@ -289,9 +287,8 @@ void Decoder::gated(Member& member, const DecoderLayer& layer, int num_rows) {
 
 void Decoder::add_product(Member& member, const Linear& linear, const ActView& input, int num_rows) {
   const Cut share = cut(linear, input.ld, num_rows, linear.weight->view().panels(), 1);
-  member.for_each(share.units(), [&](int unit) {
-    product(linear, input, share, unit, num_rows, x_.data(), ld_hidden_, true, member.index());
-  });
+  member.for_each(share.units(),
+                  [&](int unit) { product(linear, input, share, unit, num_rows, x_.data(), ld_hidden_, true); });
 }
 
 void Decoder::quantize_columns(const ActView& a, int row, int begin, int end) {
@@ -321,12 +318,11 @@ Decoder::Cut Decoder::cut(const Linear& linear, int ld, int num_rows, int total_
 }
 
 void Decoder::product(const Linear& linear, const ActView& a, const Cut& cut, int unit, int num_rows, float* out,
-                      int64_t ld_out, bool accumulate, int thread) {
+                      int64_t ld_out, bool accumulate) {
   const MatrixView& w = linear.weight->view();
   const int row = cut.row_begin(unit), panel = cut.panel_begin(unit);
   kernels_.gemm({&w, a, row, std::min(row + cut.rows, num_rows), panel, std::min(panel + cut.panels, w.panels()), out,
-                 ld_out, linear.bias.empty() ? nullptr : linear.bias.data(), accumulate,
-                 gemm_scratch_.data() + gemm_scratch_bytes(most_groups_) * thread});
+                 ld_out, linear.bias.empty() ? nullptr : linear.bias.data(), accumulate});
 }
 
 }  // namespace phloem

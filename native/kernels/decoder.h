@@ -99,7 +99,7 @@ class Decoder {
 
   Cut cut(const Linear& linear, int ld, int num_rows, int total_panels, int align) const;
   void product(const Linear& linear, const ActView& a, const Cut& cut, int unit, int num_rows, float* out,
-               int64_t ld_out, bool accumulate, int thread);
+               int64_t ld_out, bool accumulate);
 
   const DecoderConfig config_;
   const KernelTable& kernels_;
@@ -112,11 +112,11 @@ class Decoder {
   // See KvView for the order.
   ZeroedMemory kv_, kv_scales_;
 
-  int ld_hidden_, ld_q_, ld_kv_, ld_inter_, ld_most_, most_groups_;
+  int ld_hidden_, ld_q_, ld_kv_, ld_inter_, ld_most_;
   Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, act_scale_, act_sum_, act_outlier_, scale_, sum_, outlier_,
       states_, attend_scratch_, temp_, local_;
   Workspace<int8_t> act_quantised_, quantised_, local_quantised_;
-  Workspace<uint8_t> act_outlier_at_, outlier_at_, local_outlier_at_, gemm_scratch_;
+  Workspace<uint8_t> act_outlier_at_, outlier_at_, local_outlier_at_;
   std::vector<std::atomic<int>> finished_;  // supers done, per split block and head
   AttentionPlan plan_;
   size_t attend_scratch_stride_ = 0;

@@ -45,7 +45,6 @@ Decoder::Decoder(const DecoderConfig& config, const KernelTable& kernels)
   ld_kv_ = padded(config.num_kv_heads * config.head_dim, kGroup);
   ld_inter_ = padded(config.intermediate_size, kGroup);
   ld_most_ = std::max({ld_hidden_, ld_q_, ld_inter_, padded(config.head_dim, kGroup)});
-  most_groups_ = ld_most_ / kGroup;
   const size_t segments = (static_cast<size_t>(config.num_slots) + kSegment - 1) / kSegment;
   const size_t vectors = segments * 2 * config.num_layers * config.num_kv_heads * kSegment;
   kv_ = ZeroedMemory(vectors * config.head_dim * element_bytes(config.kv_format));

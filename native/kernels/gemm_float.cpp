@@ -22,8 +22,8 @@ void tile(const GemmArgs& args, int row, int panel) {
   F8 sums[kRows][2] = {};
   const int depth = args.w->groups * kGroup;
   for (int k = 0; k < depth; ++k) {
-    const F8 w0 = load_weights<kFormat>(weights, static_cast<int64_t>(k) * kPanel);
-    const F8 w1 = load_weights<kFormat>(weights, static_cast<int64_t>(k) * kPanel + 8);
+    const F8 w0 = in_register(load_weights<kFormat>(weights, static_cast<int64_t>(k) * kPanel));
+    const F8 w1 = in_register(load_weights<kFormat>(weights, static_cast<int64_t>(k) * kPanel + 8));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const F8 a = splat(x[static_cast<int64_t>(r) * args.a.ld + k]);

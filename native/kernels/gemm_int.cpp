@@ -53,7 +53,7 @@ PHLOEM_INLINE __m256i add_products(__m256i sums, __m256i weights, __m256i activa
 #ifdef __AVX512VNNI__
   return _mm256_dpbusd_epi32(sums, weights, activations);
 #else
-  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, activations));
+  return in_register(_mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, activations)));
 #endif
 }
 PHLOEM_INLINE __m256i widened(__m256i sums) {
@@ -71,7 +71,7 @@ PHLOEM_INLINE __m256i add_wide_products(__m256i sums, __m256i weights, __m256i m
   return _mm256_dpbusd_epi32(sums, magnitudes, signed_activations);
 #else
   const __m256i pairs = _mm256_maddubs_epi16(magnitudes, signed_activations);
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return in_register(_mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 #endif
 }
 
@@ -106,23 +106,6 @@ PHLOEM_INLINE void group_sums_q4(const uint8_t* block, const int8_t* q, int64_t 
   widen<kRows>(sums);
 }
 
-// The same from bytes that hold one weight each, for many rows per panel.
-template <int kRows>
-PHLOEM_INLINE void group_sums_bytes(const uint8_t* bytes, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
-  clear<kRows>(sums);
-#pragma GCC unroll 8
-  for (int j = 0; j < 8; ++j) {
-    const __m256i b0 = load_bytes(bytes + 64 * j), b1 = load_bytes(bytes + 64 * j + 32);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const __m256i a = four_activations(q + r * ld + 4 * j);
-      sums[r][0] = add_products(sums[r][0], b0, a);
-      sums[r][1] = add_products(sums[r][1], b1, a);
-    }
-  }
-  widen<kRows>(sums);
-}
-
 template <int kRows>
 PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t ld, __m256i sums[kRows][2]) {
   clear<kRows>(sums);
@@ -139,43 +122,31 @@ PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t 
   }
 }
 
-// kUnpacked: scratch holds this panel as bytes and its scales as floats (see unpack_panel).
-template <WeightFormat kFormat, int kRows, bool kUnpacked>
+template <WeightFormat kFormat, int kRows>
 void tile(const GemmArgs& args, int row, int panel) {
   const MatrixView& w = *args.w;
   const size_t block_bytes = w.panel_bytes / w.groups;
   const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
-  const auto* scales = reinterpret_cast<const float*>(args.scratch + static_cast<size_t>(w.groups) * kQ8Bytes);
   const int64_t ld = args.a.ld, ld_group = ld / kGroup;
   const int8_t* q = args.a.q + row * ld;
   const float* s = args.a.scale + row * ld_group;
   const float* s_sum = args.a.sum + row * ld_group;
-  F8 y[kRows][2] = {};
-  for (int g = 0; g < w.groups; ++g) {
-    __m256i sums[kRows][2];
-    F8 d[2], m[2] = {};
-    if constexpr (kUnpacked) {
-      group_sums_bytes<kRows>(args.scratch + static_cast<size_t>(g) * kQ8Bytes, q + g * kGroup, ld, sums);
-      for (int h = 0; h < 2; ++h) {
-        d[h] = load(scales + g * 2 * kPanel + 8 * h);
-        m[h] = load(scales + g * 2 * kPanel + kPanel + 8 * h);
-      }
-    } else {
-      if constexpr (kRows <= 2) {
-        __builtin_prefetch(block + 2048);
-        __builtin_prefetch(block + 2048 + 64);
-        __builtin_prefetch(block + 2048 + 128);
-        __builtin_prefetch(block + 2048 + 192);
-        __builtin_prefetch(block + 2048 + 256);
-      }
-      if constexpr (kFormat == WeightFormat::q8) {
-        group_sums_q8<kRows>(block, q + g * kGroup, ld, sums);
-      } else {
-        group_sums_q4<kRows>(block, q + g * kGroup, ld, sums);
-      }
-      for (int h = 0; h < 2; ++h) load_scales<kFormat>(block, h, &d[h], &m[h]);
-      block += block_bytes;
+  F8 y[kRows][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) y[r][0] = y[r][1] = splat(0.0f);
+  for (int g = 0; g < w.groups; ++g, block += block_bytes) {
+    if constexpr (kRows <= 2) {  // few rows wait for memory
+#pragma GCC unroll 8
+      for (int line = 0; line < 5; ++line) __builtin_prefetch(block + 2048 + 64 * line);
     }
+    __m256i sums[kRows][2];
+    if constexpr (kFormat == WeightFormat::q8) {
+      group_sums_q8<kRows>(block, q + g * kGroup, ld, sums);
+    } else {
+      group_sums_q4<kRows>(block, q + g * kGroup, ld, sums);
+    }
+    F8 d[2], m[2] = {};
+    for (int h = 0; h < 2; ++h) load_scales<kFormat>(block, h, &d[h], &m[h]);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const int64_t i = r * ld_group + g;
@@ -183,58 +154,21 @@ void tile(const GemmArgs& args, int row, int panel) {
         y[r][h] = add_group<kFormat>(y[r][h], reinterpret_cast<I8>(sums[r][h]), d[h], m[h], s[i], s_sum[i]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
     for (int h = 0; h < 2; ++h) finish(args, row + r, panel, h, y[r][h]);
 }
 
 template <WeightFormat kFormat>
-void unpack_panel(const GemmArgs& args, int panel) {
-  const MatrixView& w = *args.w;
-  const size_t block_bytes = w.panel_bytes / w.groups;
-  const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
-  uint8_t* bytes = args.scratch;
-  auto* scales = reinterpret_cast<float*>(args.scratch + static_cast<size_t>(w.groups) * kQ8Bytes);
-  const __m256i low_bits = _mm256_set1_epi8(15);
-  for (int g = 0; g < w.groups; ++g, block += block_bytes, bytes += kQ8Bytes, scales += 2 * kPanel) {
-    for (int i = 0; i < 8; ++i) {
-      const __m256i b = load_bytes(block + 32 * i);
-      uint8_t* to = bytes + i / 2 * 128 + i % 2 * 32;
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_and_si256(b, low_bits));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64), _mm256_and_si256(_mm256_srli_epi16(b, 4), low_bits));
-    }
-    for (int h = 0; h < 2; ++h) {
-      F8 d, m;
-      load_scales<kFormat>(block, h, &d, &m);
-      store(scales + 8 * h, d);
-      store(scales + kPanel + 8 * h, m);
-    }
-  }
-}
-
-constexpr int kUnpackRows = 16;  // from here on unpacking a panel once pays
-
-template <WeightFormat kFormat, bool kUnpacked>
-void row_tiles(const GemmArgs& args, int panel) {
-  int row = args.row_begin;
-  for (; row + 4 <= args.row_end; row += 4) tile<kFormat, 4, kUnpacked>(args, row, panel);
-  if (row + 2 <= args.row_end) {
-    tile<kFormat, 2, kUnpacked>(args, row, panel);
-    row += 2;
-  }
-  if (row < args.row_end) tile<kFormat, 1, kUnpacked>(args, row, panel);
-}
-
-template <WeightFormat kFormat>
 void all_tiles(const GemmArgs& args) {
   for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
-    if constexpr (kFormat != WeightFormat::q8) {
-      if (args.row_end - args.row_begin >= kUnpackRows) {
-        unpack_panel<kFormat>(args, panel);
-        row_tiles<kFormat, true>(args, panel);
-        continue;
-      }
+    int row = args.row_begin;
+    for (; row + 4 <= args.row_end; row += 4) tile<kFormat, 4>(args, row, panel);
+    if (row + 2 <= args.row_end) {
+      tile<kFormat, 2>(args, row, panel);
+      row += 2;
     }
-    row_tiles<kFormat, false>(args, panel);
+    if (row < args.row_end) tile<kFormat, 1>(args, row, panel);
   }
 }
 
@@ -347,12 +281,13 @@ int64_t count_peak(int64_t rounds) {
   constexpr int kChains = 12;
 #ifdef __AVX2__
   __m256i sums[kChains] = {};
-  __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(1);
+  __m256i a = _mm256_set1_epi8(3);
+  const __m256i b = _mm256_set1_epi8(1);
   for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 12
     for (int j = 0; j < kChains; ++j) {
-      asm volatile("" : "+x"(a));  // else the compiler sees that the product never changes
-      sums[j] = _mm256_add_epi16(sums[j], _mm256_maddubs_epi16(a, b));
+      asm volatile("" : "+v"(a));  // else the compiler sees that the product never changes
+      sums[j] = in_register(_mm256_add_epi16(sums[j], _mm256_maddubs_epi16(a, b)));
     }
   }
   for (int j = 0; j < kChains; ++j) asm volatile("" : : "x"(sums[j]));

@@ -51,12 +51,7 @@ struct GemmArgs {
   int64_t ld_out;
   const float* bias;  // padded to panels, or null
   bool accumulate;    // out += result instead of out = result
-  uint8_t* scratch;   // gemm_scratch_bytes(groups), 64-byte aligned
 };
-
-constexpr size_t gemm_scratch_bytes(int groups) {
-  return static_cast<size_t>(groups) * (kGroup * kPanel + 2 * kPanel * sizeof(float));
-}
 
 // K and V of one layer. The cache is cut into segments of kSegment slots, each [layers, K and V, kv_heads, kSegment,
 // d], so that the memory in use is as compact as the slots in use; `k` and `v` point at the layer's part of the first

@@ -26,7 +26,6 @@ struct Product {
          outlier_at.reserve(count / kGroup),
          ld};
     y.reserve(static_cast<size_t>(rows) * ld_out);
-    scratch.reserve(gemm_scratch_bytes(w.groups) * num_threads);
   }
 
   void quantise() {
@@ -41,7 +40,7 @@ struct Product {
       member.for_each(chunks * blocks, [&](int unit) {
         const int row = unit / chunks * block, panel = unit % chunks * step;
         kernels.gemm({&w, a, row, std::min(row + block, rows), panel, std::min(panel + step, w.panels()), y.data(),
-                      ld_out, nullptr, false, scratch.data() + gemm_scratch_bytes(w.groups) * member.index()});
+                      ld_out, nullptr, false});
       });
     });
   }
@@ -53,7 +52,7 @@ struct Product {
   int64_t ld_out;
   Workspace<float> f, scale, sum, outlier, y;
   Workspace<int8_t> q;
-  Workspace<uint8_t> outlier_at, scratch;
+  Workspace<uint8_t> outlier_at;
   ActView a;
 };
 

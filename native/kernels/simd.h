@@ -39,6 +39,21 @@ PHLOEM_INLINE F8 load(const float* p) {
   return v;
 }
 PHLOEM_INLINE void store(float* p, F8 v) { std::memcpy(p, &v, sizeof v); }
+// The value, and the compiler's word that it stays in a register: left alone it loads a vector again at each use, and
+// loads are what the inner loops have fewest of; and it regroups chains of integer additions into trees that fill the
+// stack.
+#ifdef __AVX2__
+PHLOEM_INLINE F8 in_register(F8 v) {
+  asm("" : "+v"(v));
+  return v;
+}
+PHLOEM_INLINE __m256i in_register(__m256i v) {
+  asm("" : "+v"(v));
+  return v;
+}
+#else
+PHLOEM_INLINE F8 in_register(F8 v) { return v; }
+#endif
 PHLOEM_INLINE F8 splat(float x) { return F8{x, x, x, x, x, x, x, x}; }
 PHLOEM_INLINE I8 splat_int(int32_t x) { return I8{x, x, x, x, x, x, x, x}; }
 PHLOEM_INLINE F8 as_float(I8 v) { return reinterpret_cast<F8>(v); }
