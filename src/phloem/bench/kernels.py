@@ -17,7 +17,8 @@ import numpy as np
 from phloem.config import Isa
 from phloem.kernels import native
 from phloem.models.find_model import find_model
-from phloem.models.load import LoadedModel, load_model
+from phloem.models.load import LoadedModel, load_model, random_weights
+from phloem.models.spec import ModelSpec, RopeSpec
 from phloem.runner.native_runner import NativeRunner
 from phloem.types import Int32Array, LogitRow, SamplingParams, StepPlan
 
@@ -27,6 +28,21 @@ FORMATS = ("q4m", "q8", "bf16")
 CHUNK = 512
 SHARED = 4096
 """Tokens of the prefix that the sequences of the grouping test share."""
+LARGE = ModelSpec(
+    architecture="llama",
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeSpec(),
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+)
+"""A model of 1.2 billion parameters, far larger than any cache: one row of it must run at memory speed."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,11 +53,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=2, help="worker threads")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of which the median is printed")
     parser.add_argument("--products-only", action="store_true", help="leave out the steps of a model")
+    parser.add_argument("--large", action="store_true", help="only decode of a random model of 1.2 billion parameters")
     arguments = parser.parse_args(argv)
     isa: Isa = native.supported_isas()[-1] if arguments.isa == "auto" else arguments.isa  # type: ignore[assignment]
     peak = native.measure_peak(isa, arguments.threads)
     bandwidth = native.measure_bandwidth(arguments.threads)
     print(f"{isa}, {arguments.threads} threads: {peak / 1e9:.0f} GOP/s in registers, {bandwidth / 1e9:.1f} GB/s read")
+    if arguments.large:
+        print_large(LARGE, isa, arguments.threads, arguments.repeats)
+        return 0
     print_products(isa, arguments.threads, arguments.repeats)
     if not arguments.products_only:
         model = load_model(find_model(arguments.model))
@@ -72,7 +92,7 @@ def print_steps(model: LoadedModel, isa: Isa, threads: int, repeats: int) -> Non
     """Tokens per second of prefill and of decode at several lengths, alone and as a batch."""
     runner = make_runner(model, isa, threads, grouped=True)
     tokens = np.random.default_rng(0).integers(0, model.spec.vocab_size, 2048, np.int32)
-    print("\nsteps                         tokens/s   fastest")
+    print("\nsteps                         tokens/s     range")
     for length in (512, 2048):
         report(f"prefill of {length}", length, repeats, partial(prefill, runner, tokens[:length]))
     for length in (32, 512, 2047):
@@ -99,20 +119,46 @@ def print_grouping(model: LoadedModel, isa: Isa, threads: int, repeats: int) -> 
         "32 rows sharing nothing": [np.arange(160 * i, 160 * i + 128, dtype=np.int32) for i in range(32)],
         "32 rows of one token": [np.array([160 * i], np.int32) for i in range(32)],
     }
-    print("\ngrouping                    alone ms  grouped ms")
+    print("\ngrouping                    alone ms  grouped ms   ratio of pairs: median, quartiles")
     medians = []
     for name, tables in cases.items():
         plan = decode_plan(tables)
+        turns = repeats if len(tables[0]) > SHARED else repeats * 8
         samples: list[list[float]] = [[], []]
-        for _ in range(repeats):
-            for runner, times in zip(runners, samples, strict=True):
-                times.append(seconds_of(partial(runner.step, plan)))
+        for turn in range(turns):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                samples[which].append(seconds_of(partial(runners[which].step, plan)))
         alone, grouped = (statistics.median(times) * 1e3 for times in samples)
         medians.append((alone, grouped))
-        print(f"{name:26} {alone:9.1f} {grouped:11.1f}   x {alone / grouped:.2f}")
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(*samples, strict=True)] * 2, n=4)
+        print(f"{name:26} {alone:9.1f} {grouped:11.1f}   x {middle:.2f} ({low:.2f} to {high:.2f})")
     alone, grouped = (shared - short for shared, short in zip(medians[0], medians[2], strict=True))
     print(f"{'attention (first - third)':26} {alone:9.1f} {grouped:11.1f}   x {alone / grouped:.2f}")
     for runner in runners:
+        runner.close()
+
+
+def print_large(spec: ModelSpec, isa: Isa, threads: int, repeats: int) -> None:
+    """Decode of one row on random weights: bytes of weights read a second, beside the memory's bandwidth."""
+    weights = random_weights(spec)
+    print("\nrandom model              tokens/s   GB/s of weights  of bandwidth")
+    for quantization in ("q4", "q8"):
+        runner = NativeRunner(
+            spec, weights, num_slots=64, isa=isa, num_threads=threads, quantization=quantization, max_len=64
+        )
+        size = int(str(runner.describe()["weight_bytes"]))
+        plan = decode_plan([np.arange(33, dtype=np.int32)])
+        runner.step(plan)
+        seconds, shares = [], []
+        for _ in range(repeats * 3):
+            bandwidth = native.measure_bandwidth(threads)
+            seconds.append(seconds_of(partial(runner.step, plan)))
+            shares.append(size / seconds[-1] / bandwidth)
+        middle = statistics.median(seconds)
+        print(
+            f"decode at 32, {quantization:12} {1 / middle:8.1f} {size / middle / 1e9:17.1f} "
+            f"{statistics.median(shares):12.0%} (from {min(shares):.0%} to {max(shares):.0%})"
+        )
         runner.close()
 
 
@@ -121,7 +167,7 @@ def make_runner(model: LoadedModel, isa: Isa, threads: int, *, grouped: bool) ->
     return NativeRunner(
         model.spec,
         model.weights,
-        num_slots=SHARED + 2048,
+        num_slots=SHARED + 32 * 160,
         isa=isa,
         num_threads=threads,
         group_shared_prefixes=grouped,
@@ -173,10 +219,11 @@ def logit_row(row: int, position: int) -> LogitRow:
 
 
 def report(name: str, tokens: int, repeats: int, call: Callable[[], object]) -> None:
-    """Print tokens per second of `call`: median and fastest of `repeats`, after one run to warm up."""
+    """Print tokens per second of `call`, median and range of `repeats`, after one run to warm up."""
     call()
     times = [seconds_of(call) for _ in range(repeats)]
-    print(f"{name:26} {tokens / statistics.median(times):11.1f} {tokens / min(times):9.1f}")
+    speeds = [tokens / seconds for seconds in times]
+    print(f"{name:26} {statistics.median(speeds):11.1f} {min(speeds):9.1f} to {max(speeds):.1f}")
 
 
 def seconds_of(call: Callable[[], object]) -> float:
