@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,8 @@ from phloem.errors import (
     RequestTimeoutError,
     StepFailedError,
 )
-from phloem.runner.null_runner import NullRunner
+from phloem.kv.manager import KVCacheManager
+from phloem.runner.null_runner import NullRunner, next_token
 from phloem.types import FinishReason, Request, SamplingParams, StepPlan, StepResult, TextDelta
 from tests.helpers.fake_model import VOCAB, fake_parts
 
@@ -40,6 +44,18 @@ class SlowRunner(NullRunner):
         import time
 
         time.sleep(0.005)
+        return super().step(plan)
+
+
+class CheckingRunner(NullRunner):
+    """Checks the cache in each step, on the thread that owns it."""
+
+    def __init__(self, manager: KVCacheManager, *, fail_at: frozenset[int]) -> None:
+        super().__init__(num_slots=manager.num_slots, vocab_size=VOCAB, fail_at=fail_at)
+        self._manager = manager
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self._manager.check_invariants()
         return super().step(plan)
 
 
@@ -186,3 +202,45 @@ async def test_flush_during_a_stream_is_safe() -> None:
     await engine.flush_cache()
     assert (await collect(engine, request("c", "hello", max_tokens=2)))[-1].cached_tokens == 0
     engine.close()
+
+
+async def test_disconnects_aborts_and_failing_steps_leave_nothing_behind() -> None:
+    """Readers go away at any moment, some steps fail, the pool is tiny: the others get one answer each, their own."""
+    rng = random.Random(0)
+    parts = fake_parts(num_pages=300, max_model_len=128, max_running=6)
+    manager = parts.scheduler.manager
+    runner: Any = CheckingRunner(manager, fail_at=frozenset(rng.sample(range(50, 3000), 60)))
+    engine = AsyncEngine(replace(parts, runner=runner))
+    ends: Counter[str] = Counter()
+
+    async def client(i: int, fork_of: list[int]) -> list[int]:
+        prompt = [*fork_of[:60], *(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30)))]
+        patience = rng.choice([0, 1, 3, 1000, 1000])
+        drawn: list[list[int]] = [[], []]
+        item = request(f"r{i}", prompt, n=rng.choice([1, 2]), max_tokens=rng.randint(1, 20), ignore_eos=True)
+        async with aclosing(await engine.submit(item)) as stream:
+            if rng.random() < 0.1:
+                await engine.abort(item.request_id)
+            num_seen = 0
+            while num_seen < patience and (delta := await anext(stream, None)) is not None:
+                num_seen += 1
+                drawn[delta.index] += delta.token_ids
+                if delta.finish_reason is not None:
+                    ends[delta.finish_reason] += 1
+        ends["left"] += not stream.output.finished
+        expected = list(prompt)
+        for token in drawn[0]:
+            expected.append(next_token(np.array(expected, dtype=np.int32), 1, VOCAB))
+            assert token == expected[-1]
+        return prompt + drawn[0]
+
+    async def agent(number: int) -> None:
+        history: list[int] = []
+        for turn in range(15):
+            history = await client(number * 100 + turn, history if rng.random() < 0.7 else [])
+
+    await asyncio.wait_for(asyncio.gather(*(agent(number) for number in range(20))), 120.0)
+    assert engine.num_live == 0
+    assert await engine.drain(5.0)
+    assert manager.stats().num_pages_protected == 0
+    assert {"left", "length", "abort", "error"} <= set(ends)
