@@ -113,14 +113,23 @@ class Simulation:
         return ended
 
 
-def run_agents(sim: Simulation, *, agents: int, turns: int, seed: int = 0, system: int = 1500, user: int = 100) -> None:
-    """Closed loop: each agent sends its next turn when the last one ended; 32 output tokens a turn."""
+def run_agents(
+    sim: Simulation,
+    *,
+    agents: int,
+    turns: int,
+    seed: int = 0,
+    system: int = 1500,
+    user: int = 100,
+    output: int = 32,
+) -> None:
+    """Closed loop: each agent sends its next turn when the last one ended."""
     rng = np.random.default_rng(seed)
     prefix = rng.integers(0, VOCAB, system, dtype=np.int32)
 
     def turn(agent: int, number: int, history: Int32Array) -> None:
         prompt = np.concatenate([history, rng.integers(0, VOCAB, user, dtype=np.int32)])
-        sim.add(f"{agent}/{number}", prompt, 32, client=f"agent{agent}")
+        sim.add(f"{agent}/{number}", prompt, output, client=f"agent{agent}")
 
     for agent in range(agents):
         turn(agent, 0, prefix)
@@ -257,6 +266,7 @@ def main(argv: list[str]) -> int:
         return 0
     _print_overhead()
     _print_sharing()
+    _print_speed()
     _print_hits(arguments.agents, arguments.turns)
     _print_starvation(arguments.requests)
     return 0
@@ -294,6 +304,18 @@ def _print_hits(agents: int, turns: int) -> None:
             f"an infinite cache's, {cached / max(optimum, 1):.1%} of the offline optimum's; "
             f"{sim.scheduler.stats.num_retractions} retractions; {60 * len(sim.finished) / seconds:,.0f} requests/min"
         )
+
+
+def _print_speed() -> None:
+    for output in (8, 32):
+        seconds = []
+        for _ in range(5):
+            sim = Simulation(num_pages=300000)
+            began = time.perf_counter()
+            run_agents(sim, agents=50, turns=10, output=output)
+            seconds.append(time.perf_counter() - began)
+        slowest, fastest = (60 * len(sim.finished) / s for s in (max(seconds), min(seconds)))
+        print(f"50 agents x 10 turns, {output} tokens out: {slowest:,.0f} to {fastest:,.0f} simulated requests/min")
 
 
 def _print_starvation(requests: int) -> None:

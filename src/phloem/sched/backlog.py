@@ -80,10 +80,10 @@ class Backlog:
         """The oldest of the highest priority, if that is higher than `above` and the policy knows priorities."""
         if not len(self.queue) or self._policy in ("fcfs", "random"):
             return None
-        slots = self.queue.slots()
-        highest = self.queue.priority[slots].max()
+        highest = max(self.queue.num_by_priority)
         if highest <= above:
             return None
+        slots = self.queue.slots()
         urgent = slots[self.queue.priority[slots] == highest]
         return self.queue.at(int(urgent[np.argmin(self.queue.arrival[urgent])]))
 

@@ -6,6 +6,7 @@ Owns the columns and the cached prefix match of each waiting sequence. Must not 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -23,6 +24,7 @@ class WaitingQueue:
     def __init__(self, capacity: int = 64) -> None:
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
+        self.num_by_priority: Counter[int] = Counter()
         self.alive = np.zeros(capacity, dtype=bool)
         self.arrival = np.zeros(capacity, dtype=np.int64)
         self.since_s = np.zeros(capacity, dtype=np.float64)
@@ -51,6 +53,7 @@ class WaitingQueue:
         self.arrival[slot] = sequence.arrival
         self.since_s[slot] = since_s
         self.priority[slot] = sequence.request.priority
+        self.num_by_priority[sequence.request.priority] += 1
         self.client[slot] = sequence.client_id
         self.length[slot] = sequence.num_tokens
         self.passes[slot] = passes
@@ -66,6 +69,10 @@ class WaitingQueue:
         assert self._sequences[slot] is sequence
         self._sequences[slot] = None
         self.alive[slot] = False
+        priority = sequence.request.priority
+        self.num_by_priority[priority] -= 1
+        if not self.num_by_priority[priority]:
+            del self.num_by_priority[priority]
         self._free.append(slot)
         sequence.waiting_slot = -1
 
