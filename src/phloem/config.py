@@ -31,7 +31,7 @@ class EngineConfig:
     chat_template: str = ""
     """File with a Jinja chat template that replaces the model's own."""
     backend: Backend = "auto"
-    """Which forward pass: `native` (CPU, C++) or `torch` (oracle and GPU). auto: native where it serves the model."""
+    """Which forward pass: `native` (C++) or `torch` (the oracle: float32, slow). auto: native, never torch."""
     isa: Isa = "auto"
     """Instruction set of the native kernels; auto takes the best that this CPU has."""
     num_threads: int = 0

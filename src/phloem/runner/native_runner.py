@@ -71,7 +71,9 @@ class NativeRunner:
             )
             self._load(weights, quantization, weight_cache, progress or (lambda _share: None))
         except ValueError as error:
-            raise CheckpointError(f"the native kernels do not serve this model: {error}") from error
+            raise CheckpointError(
+                f"the native kernels do not serve this model: {error}; --backend torch may, in float32 and slowly"
+            ) from error
         tables = rope_tables(spec.rope, spec.head_dim, max_len or spec.max_position_embeddings)
         self._decoder.set_rope(tables.cos, tables.sin)
 
