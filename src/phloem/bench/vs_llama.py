@@ -25,8 +25,9 @@ from phloem.models.find_model import find_model
 
 PEER = "llama-cpp-python"
 TYPES = ("Q8_0", "Q4_0", "Q4_1")
-PROBES = {"prefill": "prefill-512", "decode": "decode-512"}
-"""What decides llama.cpp's threads and flash attention, for prompts and for drawing tokens."""
+KINDS = ("prefill", "decode")
+"""Prompts, and drawing tokens: llama.cpp's best threads and flash attention may differ between the two."""
+TRIES = 2
 US = "phloem"
 
 Setting = tuple[int, int]
@@ -55,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
     models = {name: typed_model(place, name) for name in arguments.types}
     if arguments.prepare:
         return 0
-    settings = best_settings(lambda setting: llama(place, place.model, setting), arguments.threads)
+    settings = best_settings(lambda setting: llama(place, place.model, setting), arguments.threads, arguments.cases)
     ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores)]
-    engines = {US: dict.fromkeys(PROBES, ours)}
+    engines = {US: dict.fromkeys(settings, ours)}
     for name, model in models.items():
-        engines[f"llama.cpp {name}"] = {kind: llama(place, model, settings[kind]) for kind in PROBES}
+        engines[f"llama.cpp {name}"] = {kind: llama(place, model, settings[kind]) for kind in settings}
     runs = alternate(engines, arguments.cases, arguments.rounds)
     figures = {case: figure(case, runs) for case in arguments.cases}
     print(markdown(figures))
@@ -141,13 +142,25 @@ class Process:
             pass
 
 
-def best_settings(command: Callable[[Setting], list[str]], threads: Sequence[int]) -> dict[str, Setting]:
-    """The fastest setting for prompts and for drawing, each tried once."""
-    tried: dict[Setting, dict[str, float]] = {}
-    for setting in [(count, flash) for count in threads for flash in (0, 1)]:
-        with Process(command(setting)) as process:
-            tried[setting] = process.run(list(PROBES.values()))
-    return {kind: max(tried, key=lambda setting: tried[setting][probe]) for kind, probe in PROBES.items()}
+def best_settings(
+    command: Callable[[Setting], list[str]], threads: Sequence[int], cases: Sequence[str]
+) -> dict[str, Setting]:
+    """The setting that does best in the longest case of each kind that is asked for, of the best of two tries each."""
+    kinds = [kind for kind in KINDS if kind in map(kind_of, cases)]
+    probes = {kind: max(cases_of(kind, cases), key=lambda case: int(case.partition("-")[2])) for kind in kinds}
+    with ExitStack() as stack:
+        settings = [(count, flash) for count in threads for flash in (0, 1)]
+        processes = {setting: stack.enter_context(Process(command(setting))) for setting in settings}
+        tries = [{s: process.run(list(probes.values())) for s, process in processes.items()} for _ in range(TRIES)]
+    return {
+        kind: max(settings, key=lambda setting: max(speeds[setting][probe] for speeds in tries))
+        for kind, probe in probes.items()
+    }
+
+
+def cases_of(kind: str, cases: Sequence[str]) -> list[str]:
+    """Those of a kind."""
+    return [case for case in cases if kind_of(case) == kind]
 
 
 def kind_of(case: str) -> str:
@@ -173,7 +186,7 @@ def _turn(
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     for command in dict.fromkeys(tuple(command) for command in engine.values()):
-        mine = [case for case in cases if tuple(engine[kind_of(case)]) == command]
+        mine = [case for kind in engine for case in cases_of(kind, cases) if tuple(engine[kind]) == command]
         if mine:
             reply = processes[command].run(mine)
             found |= reply | {"peak_rss": max(reply["peak_rss"], found.get("peak_rss", 0.0))}

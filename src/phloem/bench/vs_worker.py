@@ -38,23 +38,31 @@ class Engine(Protocol):
         """Append tokens to sequences 0, 1, ..., as many to each, from `position` on; what stood there is dropped."""
 
 
-def run_case(engine: Engine, case: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Tokens per second of one case."""
-    kind, _, number = case.partition("-")
-    count = NUM_STREAMS if kind == "streams" else 1
-    length = STREAM_PROMPT if kind == "streams" else int(number)
+def run_cases(engine: Engine, cases: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Tokens per second of each case. One prompt serves both cases of its length."""
+    speeds = {}
+    for length in sorted({int(case.partition("-")[2]) for case in cases if not case.startswith("streams")}):
+        prompt, drawing = f"prefill-{length}", f"decode-{length}"
+        speeds[prompt], speeds[drawing] = _run(engine, 1, length, NUM_DECODED * (drawing in cases), clock)
+    if f"streams-{NUM_STREAMS}" in cases:
+        _, speeds[f"streams-{NUM_STREAMS}"] = _run(engine, NUM_STREAMS, STREAM_PROMPT, NUM_DECODED, clock)
+    return {case: speeds[case] for case in cases}
+
+
+def _run(engine: Engine, count: int, length: int, num_drawn: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Tokens per second of prompts of this length, and of drawing behind them, over all sequences."""
     rng = random.Random(length)
     prompts = [[rng.randrange(100, 20000) for _ in range(length)] for _ in range(count)]
-    begin_s = clock()
+    drawn: list[int] = []
     step = CHUNK // count
+    begin_s = clock()
     for start in range(0, length, step):
         drawn = engine.forward([prompt[start : start + step] for prompt in prompts], start)
-    if kind == "prefill":
-        return length / (clock() - begin_s)
-    begin_s = clock()
-    for position in range(length, length + NUM_DECODED):
+    middle_s = clock()
+    for position in range(length, length + num_drawn):
         drawn = engine.forward([[token] for token in drawn], position)
-    return count * NUM_DECODED / (clock() - begin_s)
+    drawing = count * num_drawn / (clock() - middle_s) if num_drawn else 0.0
+    return count * length / (middle_s - begin_s), drawing
 
 
 def answer(engine: Engine, requests: TextIO, replies: TextIO) -> None:
@@ -62,8 +70,8 @@ def answer(engine: Engine, requests: TextIO, replies: TextIO) -> None:
     engine.forward([engine.forward([[1, 2, 3, 4]], 0)], 4)
     print("{}", file=replies, flush=True)
     for line in requests:
-        speeds: dict[str, Any] = {case: run_case(engine, case) for case in json.loads(line)["cases"]}
-        speeds["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        speeds = run_cases(engine, json.loads(line)["cases"])
+        speeds["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
         print(json.dumps(speeds), file=replies, flush=True)
 
 

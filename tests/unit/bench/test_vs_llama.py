@@ -45,15 +45,23 @@ class Recorder:
         return [position + len(run) - 1 for run in tokens]
 
 
-def test_a_case_times_its_own_part() -> None:
+def test_one_prompt_serves_both_cases_of_its_length() -> None:
     engine = Recorder()
-    assert vs_worker.run_case(engine, "prefill-2048", lambda: engine.now_s) == 1.0
-    assert engine.calls == [(1, 512, start) for start in (0, 512, 1024, 1536)]
-    engine.calls.clear()
-    assert vs_worker.run_case(engine, "decode-512", lambda: engine.now_s) == 1.0
-    assert engine.calls == [(1, 512, 0), *((1, 1, 512 + i) for i in range(vs_worker.NUM_DECODED))]
-    engine.calls.clear()
-    assert vs_worker.run_case(engine, "streams-16", lambda: engine.now_s) == 1.0
+    cases = ["decode-2048", "prefill-2048"]
+    assert vs_worker.run_cases(engine, cases, lambda: engine.now_s) == dict.fromkeys(cases, 1.0)
+    drawing = [(1, 1, 2048 + i) for i in range(vs_worker.NUM_DECODED)]
+    assert engine.calls == [*((1, 512, start) for start in (0, 512, 1024, 1536)), *drawing]
+
+
+def test_nothing_is_drawn_for_a_prompt_alone() -> None:
+    engine = Recorder()
+    assert vs_worker.run_cases(engine, ["prefill-512"], lambda: engine.now_s) == {"prefill-512": 1.0}
+    assert engine.calls == [(1, 512, 0)]
+
+
+def test_streams_go_forward_together() -> None:
+    engine = Recorder()
+    assert vs_worker.run_cases(engine, ["streams-16"], lambda: engine.now_s) == {"streams-16": 1.0}
     assert engine.calls == [(16, 32, 0), *((16, 1, 32 + i) for i in range(vs_worker.NUM_DECODED))]
 
 
@@ -97,7 +105,10 @@ def test_the_faster_setting_is_chosen_for_prompts_and_for_drawing(tmp_path: Path
     def command(setting: vs_llama.Setting) -> list[str]:
         return [sys.executable, "-c", code, "x", str(tmp_path / "log"), str(setting[0] + setting[1] / 2)]
 
-    assert vs_llama.best_settings(command, [1, 2]) == {"prefill": (2, 1), "decode": (1, 0)}
+    cases = ["prefill-512", "prefill-2048", "decode-32"]
+    assert vs_llama.best_settings(command, [1, 2], cases) == {"prefill": (2, 1), "decode": (1, 0)}
+    assert (tmp_path / "log").read_text().splitlines() == ["x prefill-2048 decode-32"] * 8
+    assert vs_llama.best_settings(command, [1], ["streams-16"]) == {"decode": (1, 0)}
 
 
 def test_an_engine_that_dies_is_named() -> None:
