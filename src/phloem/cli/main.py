@@ -1,11 +1,12 @@
 """The `phloem` program: picks the subcommand and turns errors into one line and an exit code.
 
-Owns the names of the subcommands and the exit codes: 0 done, 1 failed at run time, 2 wrong usage, 130 interrupted.
+Owns the names of the subcommands and the exit codes: 0 done, 1 failed at run time, 2 wrong usage, 130 interrupted, 141 nobody reads on.
 Each subcommand is a module of its own, imported when it is used.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -33,12 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except PhloemError as error:
         print(f"phloem: error: {error.message}", file=sys.stderr)
         return error.exit_code if isinstance(error, StartupError) else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader had enough, as in `| head`; what Python flushes at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _dispatch(words: list[str]) -> int:
