@@ -237,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
             for peer in peers:
                 found = _attempt(failures, peer, lambda peer=peer: http.run(_measure(peer, place, arguments)))  # type: ignore[misc]
                 runs += found or []
-        metrics.write_json(Path(arguments.json), {"format": metrics.FORMAT, "runs": runs, "failures": failures})
+                metrics.write_json(Path(arguments.json), {"format": metrics.FORMAT, "runs": runs, "failures": failures})
         _print(runs, arguments)
     for label, reason in failures.items():
         print(f"could not run {label}: {reason}")
@@ -248,9 +248,10 @@ def _attempt(failures: dict[str, str], peer: Peer, action: Callable[[], Any]) ->
     """The action's result, or None with the reason noted."""
     try:
         return action()
-    except PhloemError as error:
-        failures[peer.label] = error.message
-        print(f"phloem: {peer.label}: {error.message}", file=sys.stderr)
+    except (PhloemError, OSError) as error:  # OSError: a server that went away while it was measured
+        reason = error.message if isinstance(error, PhloemError) else f"the server went away: {error}"
+        failures[peer.label] = reason
+        print(f"phloem: {peer.label}: {reason}", file=sys.stderr)
         return None
 
 

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,15 @@ def fake_peer(name: str, command: list[str]) -> Peer:
     return Peer(name, "no weights", lambda place: place.model, lambda place: None, lambda place, port: command)
 
 
-def serve_fake(place: Place, port: int) -> list[str]:
+def serve_fake(place: Place, port: int, *, dies_after: int = 1000) -> list[str]:
+    """A fake server; it ends without a word at its answer number `dies_after`."""
     code = (
-        "import asyncio, runpy\n"
+        "import asyncio, itertools, os, runpy\n"
         f"m = runpy.run_path({str(FAKE)!r})\n"
+        "stream, count = m['FakeServer'].stream, itertools.count(1)\n"
+        "def dying(self, body, writer):\n"
+        f"    return os._exit(1) if next(count) == {dies_after} else stream(self, body, writer)\n"
+        "m['FakeServer'].stream = dying\n"
         "async def main():\n"
         f"    listener = await asyncio.start_server(m['FakeServer']().handle, '127.0.0.1', {port})\n"
         "    async with listener: await listener.serve_forever()\n"
@@ -46,8 +52,9 @@ def test_one_peer_that_fails_does_not_stop_the_others(
 
     absent = Peer("absent", "none", lambda place: place.root / "never", refuse, lambda place, port: [])
     dying = fake_peer("dying", ["sh", "-c", "echo cannot start here; exit 1"])
+    leaving = replace(fake_peer("leaving", []), command=partial(serve_fake, dies_after=4))
     working = replace(fake_peer("working", []), command=serve_fake)
-    monkeypatch.setattr(peers, "PEERS", (absent, dying, working))
+    monkeypatch.setattr(peers, "PEERS", (absent, dying, leaving, working))
     monkeypatch.setattr(peers, "WORKLOADS", {"small": ("chat", Sizes(agents=2, turns=2, output_tokens=3))})
     out = tmp_path / "p.json"
     assert peers.main(["--root", str(tmp_path), "--workloads", "small", "--json", str(out)]) == 0
@@ -59,6 +66,7 @@ def test_one_peer_that_fails_does_not_stop_the_others(
     shown = capsys.readouterr().out
     assert "could not run absent (none): absent: no wheel for this machine" in shown
     assert "could not run dying (no weights): the server ended with exit code 1: cannot start here" in shown
+    assert "could not run leaving (no weights): the server went away" in shown
     assert "| prompt + output, tok/s |" in shown
 
 
