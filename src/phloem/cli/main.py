@@ -1,6 +1,7 @@
 """The `phloem` program: picks the subcommand and turns errors into one line and an exit code.
 
-Owns the names of the subcommands and the exit codes: 0 done, 1 failed at run time, 2 wrong usage, 130 interrupted, 141 nobody reads on.
+Owns the names of the subcommands and the exit codes: 0 done, 1 failed at run time, 2 wrong usage, 130 interrupted,
+141 nobody reads the output any more.
 Each subcommand is a module of its own, imported when it is used.
 """
 
