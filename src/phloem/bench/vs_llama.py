@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--types", nargs="+", choices=TYPES, default=list(TYPES), metavar="TYPE", help=f"of {', '.join(TYPES)}"
     )
-    parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}), metavar="N", help="its choice")
+    parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}), metavar="N", help="to try")
+    parser.add_argument("--flash", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="flash attention, to try")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; medians are shown (default: 3)")
     parser.add_argument("--root", default="build/peers", metavar="DIR", help="peer and models (default: build/peers)")
     parser.add_argument("--model", default="", metavar="PATH", help="a .gguf file (default: the demo model)")
@@ -56,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     models = {name: typed_model(place, name) for name in arguments.types}
     if arguments.prepare:
         return 0
-    settings = best_settings(lambda setting: llama(place, place.model, setting), arguments.threads, arguments.cases)
+    tried = [(threads, flash) for threads in arguments.threads for flash in arguments.flash]
+    settings = best_settings(lambda setting: llama(place, place.model, setting), tried, arguments.cases)
     ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores)]
     engines = {US: dict.fromkeys(settings, ours)}
     for name, model in models.items():
@@ -143,13 +145,14 @@ class Process:
 
 
 def best_settings(
-    command: Callable[[Setting], list[str]], threads: Sequence[int], cases: Sequence[str]
+    command: Callable[[Setting], list[str]], settings: Sequence[Setting], cases: Sequence[str]
 ) -> dict[str, Setting]:
     """The setting that does best in the longest case of each kind that is asked for, of the best of two tries each."""
     kinds = [kind for kind in KINDS if kind in map(kind_of, cases)]
     probes = {kind: max(cases_of(kind, cases), key=lambda case: int(case.partition("-")[2])) for kind in kinds}
+    if len(settings) == 1:
+        return dict.fromkeys(kinds, settings[0])
     with ExitStack() as stack:
-        settings = [(count, flash) for count in threads for flash in (0, 1)]
         processes = {setting: stack.enter_context(Process(command(setting))) for setting in settings}
         tries = [{s: process.run(list(probes.values())) for s, process in processes.items()} for _ in range(TRIES)]
     return {

@@ -106,9 +106,13 @@ def test_the_faster_setting_is_chosen_for_prompts_and_for_drawing(tmp_path: Path
         return [sys.executable, "-c", code, "x", str(tmp_path / "log"), str(setting[0] + setting[1] / 2)]
 
     cases = ["prefill-512", "prefill-2048", "decode-32"]
-    assert vs_llama.best_settings(command, [1, 2], cases) == {"prefill": (2, 1), "decode": (1, 0)}
+    assert vs_llama.best_settings(command, [(1, 0), (1, 1), (2, 0), (2, 1)], cases) == {
+        "prefill": (2, 1),
+        "decode": (1, 0),
+    }
     assert (tmp_path / "log").read_text().splitlines() == ["x prefill-2048 decode-32"] * 8
-    assert vs_llama.best_settings(command, [1], ["streams-16"]) == {"decode": (1, 0)}
+    assert vs_llama.best_settings(command, [(7, 1)], cases) == {"prefill": (7, 1), "decode": (7, 1)}
+    assert vs_llama.best_settings(command, [(1, 0), (1, 1)], ["streams-16"]) == {"decode": (1, 0)}
 
 
 def test_an_engine_that_dies_is_named() -> None:
