@@ -6,6 +6,7 @@ As a program it holds the chat of `phloem run` over itself, one word each 20 ms.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -84,5 +85,6 @@ def as_engine(fake: FakeEngine) -> Engine:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands down "ignored"
     engine = FakeEngine(" ".join(f"word{n}" for n in range(500)), delay_s=0.02)
     sys.exit(talk(as_engine(engine), RunArgs(EngineConfig(model="fake"), SamplingParams())))
