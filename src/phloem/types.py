@@ -88,7 +88,7 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
             ("typical_p", 0.0 < self.typical_p <= 1.0, "a number above 0 and at most 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "a number from 0.01 to 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "a number from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "a number from -2 to 2"),
             ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),

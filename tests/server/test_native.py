@@ -74,7 +74,7 @@ def test_generate_with_schema_and_regex(serve: Serve) -> None:
         ({"text": "a", "input_ids": [1]}, "text"),
         ({"text": []}, "text"),
         ({"input_ids": [[]]}, "input_ids.0"),
-        ({"input_ids": [999999]}, "prompt"),
+        ({"input_ids": [999999]}, "input_ids"),
         ({"input_ids": "abc", "sampling_params": {"top_k": -2}}, "top_k"),
         ({"text": "a", "sampling_params": {"max_new_tokens": "7"}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"n": 1000}}, "n"),

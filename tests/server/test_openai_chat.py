@@ -147,6 +147,7 @@ def test_output_is_capped_at_the_context_and_the_prompt_never_cut(serve: Serve) 
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
     assert "100" in error["message"]
     assert str(len("y" * 200) + answer["usage"]["prompt_tokens"] - 60) in error["message"]
 

@@ -126,8 +126,9 @@ def test_tenants_never_share_unless_asked(serve: Serve) -> None:
 
 def test_pages_of_other_origins_are_refused(serve: Serve) -> None:
     server = serve()
-    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
-        assert server.http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": origin}).status_code == 403
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1", "http://[", "http://a]b", "\xff"):
+        headers = {"Origin": origin.encode("latin-1")}
+        assert server.http.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 403
     assert server.http.get("/health", headers={"Origin": server.url}).status_code == 200
     response = server.http.get("/health")
     assert "access-control-allow-origin" not in response.headers

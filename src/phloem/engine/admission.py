@@ -15,13 +15,15 @@ from phloem.types import Request
 
 MAX_SEQUENCES = 128
 """Most sequences of one request (n)."""
+MAX_PRIORITY = (1 << 31) - 1
+"""What the tree stores as an urgency: 32 bits."""
 
 
 def check_request(request: Request, *, vocab_size: int, max_model_len: int, kv_tokens: int) -> Request:
     """Return the request with its seed resolved. O(prompt).
 
     Raises ContextLengthError or PoolCapacityError when the prompt leaves no room for one token,
-    InvalidRequestError for an empty prompt, token ids outside the vocabulary and a bad n.
+    InvalidRequestError for an empty prompt, token ids outside the vocabulary, a bad n or priority.
     """
     prompt, params = request.prompt, request.params
     num_prompt = len(prompt)
@@ -50,6 +52,10 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int, kv_t
                 raise InvalidRequestError(
                     f"{name}: token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})", param=name
                 )
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}", param="priority"
+        )
     if not 1 <= request.n <= MAX_SEQUENCES:
         raise InvalidRequestError(f"n must be from 1 to {MAX_SEQUENCES}, got {request.n}", param="n")
     if params.seed is None:

@@ -17,13 +17,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from phloem.errors import InvalidRequestError, PhloemError, UnsupportedError
+from phloem.server.answering import respond
 from phloem.server.blocks import Block, Blocks, Change
 from phloem.server.body import read_model
 from phloem.server.chat_job import ChatJob, chat_body, encode_chat, prepare_chat
 from phloem.server.context import caller_of, context_of
 from phloem.server.http_errors import anthropic_error, json_response
 from phloem.server.protocol import Body, ChatBody
-from phloem.server.sse import EventStream, event, run_while_connected
+from phloem.server.sse import event
 from phloem.types import FinishReason, TextDelta
 
 
@@ -78,13 +79,7 @@ async def messages(request: HttpRequest) -> Response:
         raise InvalidRequestError("max_tokens is missing", param="max_tokens")
     job = await prepare_chat(context, caller_of(request), to_chat(body), id_prefix="msg_")
     view = MessagesView(job)
-    await job.generation.start()
-    if body.stream:
-        return EventStream(view.stream(), closing=job.generation.close)
-    try:
-        return json_response(await run_while_connected(request, view.collect()))
-    finally:
-        await job.generation.close()
+    return await respond(request, job.generation, view.collect, view.stream() if body.stream else None)
 
 
 async def count_tokens(request: HttpRequest) -> Response:

@@ -16,15 +16,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from phloem.errors import PhloemError
+from phloem.server.answering import respond
 from phloem.server.body import read_model
 from phloem.server.chat_job import ChatJob, prepare_chat
 from phloem.server.context import caller_of, context_of
 from phloem.server.events import CallArguments, CallStart, Content, Event, Message, Reasoning
 from phloem.server.generation import Answer, extend
-from phloem.server.http_errors import error_body, json_response
+from phloem.server.http_errors import error_body
 from phloem.server.logprobs import chat_logprobs
 from phloem.server.protocol import ChatBody
-from phloem.server.sse import DONE, EventStream, event, run_while_connected
+from phloem.server.sse import DONE, event
 from phloem.types import FinishReason, TextDelta
 
 
@@ -35,13 +36,7 @@ async def chat_completions(request: HttpRequest) -> Response:
     body = await read_model(request, ChatBody, context.config.max_body_bytes)
     job = await prepare_chat(context, caller_of(request), body)
     view = ChatView(job)
-    await job.generation.start()
-    if body.stream:
-        return EventStream(view.stream(), closing=job.generation.close)
-    try:
-        return json_response(await run_while_connected(request, view.collect()))
-    finally:
-        await job.generation.close()
+    return await respond(request, job.generation, view.collect, view.stream() if body.stream else None)
 
 
 def finish_name(reason: FinishReason, has_calls: bool) -> str:

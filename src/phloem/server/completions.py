@@ -17,16 +17,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from phloem.errors import InvalidRequestError, PhloemError, UnsupportedError
+from phloem.server.answering import respond
 from phloem.server.body import read_model
 from phloem.server.context import Caller, ServerContext, caller_of, context_of
 from phloem.server.generation import Answer, Generation
-from phloem.server.http_errors import error_body, json_response
+from phloem.server.http_errors import error_body
 from phloem.server.logprobs import CompletionLogprobs
 from phloem.server.prompts import MAX_PROMPTS, Prompt, encode_prompts, split_prompts
 from phloem.server.protocol import CompletionBody
 from phloem.server.requests import make_request
 from phloem.server.sampling import CONSTRAINED, completion_max_tokens, num_choices, sampling_params
-from phloem.server.sse import DONE, EventStream, event, run_while_connected
+from phloem.server.sse import DONE, event
 from phloem.server.structured import answer_grammar
 from phloem.types import TextDelta, TokenLogprob
 
@@ -63,15 +64,7 @@ async def completions(request: HttpRequest) -> Response:
     context.check_ready()
     body = await read_model(request, CompletionBody, context.config.max_body_bytes)
     job = await prepare(context, caller_of(request), body)
-    await job.generation.start()
-    if body.stream:
-        return EventStream(stream(job), closing=job.generation.close)
-    try:
-        answers = await run_while_connected(request, job.generation.collect())
-    finally:
-        await job.generation.close()
-    choices = [_choice(job, choice, answer) for choice, answer in enumerate(answers)]
-    return json_response({**job.envelope(choices), "usage": job.generation.usage.as_openai()})
+    return await respond(request, job.generation, lambda: collect(job), stream(job) if body.stream else None)
 
 
 async def prepare(context: ServerContext, caller: Caller, body: CompletionBody) -> CompletionJob:
@@ -174,6 +167,12 @@ class _ChoiceStream:
         if shows_ids:
             result["token_ids"] = delta.token_ids
         return result
+
+
+async def collect(job: CompletionJob) -> dict[str, Any]:
+    """Read all choices to their end."""
+    choices = [_choice(job, choice, answer) for choice, answer in enumerate(await job.generation.collect())]
+    return {**job.envelope(choices), "usage": job.generation.usage.as_openai()}
 
 
 async def stream(job: CompletionJob) -> AsyncGenerator[bytes, None]:

@@ -16,14 +16,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from phloem.errors import InvalidRequestError, StepFailedError, UnsupportedError
+from phloem.server.answering import respond
 from phloem.server.body import read_model
 from phloem.server.context import Caller, ServerContext, caller_of, context_of
 from phloem.server.generation import Generation
-from phloem.server.http_errors import json_response
 from phloem.server.prompts import encode_prompts, split_prompts
 from phloem.server.protocol import Body
 from phloem.server.requests import make_request
-from phloem.server.sse import run_while_connected
 from phloem.types import Float32Array, Pooling, SamplingParams
 
 
@@ -45,19 +44,14 @@ async def embeddings(request: HttpRequest) -> Response:
     context = context_of(request)
     context.check_ready()
     body = await read_model(request, EmbeddingsBody, context.config.max_body_bytes)
-    try:
-        generation = await prepare(context, caller_of(request), body)
-        await generation.start()
-    except InvalidRequestError as error:
-        if error.param == "prompt":
-            error.param = "input"
-        raise
-    try:
-        answers = await run_while_connected(request, generation.collect())
-    finally:
-        await generation.close()
+    generation = await prepare(context, caller_of(request), body)
+    return await respond(request, generation, lambda: collect(context, body, generation))
+
+
+async def collect(context: ServerContext, body: EmbeddingsBody, generation: Generation) -> dict[str, Any]:
+    """Wait for all vectors."""
     data = []
-    for index, answer in enumerate(answers):
+    for index, answer in enumerate(await generation.collect()):
         assert answer.embedding is not None
         vector = unit(answer.embedding)
         shown = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
@@ -68,7 +62,7 @@ async def embeddings(request: HttpRequest) -> Response:
         "total_tokens": usage.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    return json_response({"object": "list", "model": context.model_names[0], "data": data, "usage": counts})
+    return {"object": "list", "model": context.model_names[0], "data": data, "usage": counts}
 
 
 async def prepare(context: ServerContext, caller: Caller, body: EmbeddingsBody) -> Generation:

@@ -30,6 +30,12 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_PROMPT_FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/embeddings": "input",
+}
+"""What a client of these routes calls the prompt, which the engine's checks know by no other name."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -57,6 +63,8 @@ def anthropic_error(error: PhloemError) -> dict[str, Any]:
 
 def error_response(error: PhloemError, path: str = "") -> Response:
     """A whole answer for an error, in the form of the API that `path` belongs to."""
+    if error.param == "prompt":
+        error.param = _PROMPT_FIELDS.get(path, "prompt")
     body = anthropic_error(error) if path.startswith("/v1/messages") else {"error": error_body(error)}
     return json_response(body, error.http_status, error_headers(error))
 

@@ -76,8 +76,16 @@ class Guard:
 def check_origin(headers: Headers) -> None:
     """Refuse requests that a web page of another site makes a browser send. Programs send no Origin."""
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+    if origin is not None and _host_of(origin) != headers.get("host", ""):
         raise PermissionDeniedError("requests from web pages of other origins are not served")
+
+
+def _host_of(origin: str) -> str | None:
+    """Host and port of an origin; None where it is malformed."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def check_key(config: ServerConfig, path: str, headers: Headers) -> str:

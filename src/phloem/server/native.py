@@ -18,19 +18,20 @@ from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from phloem.errors import InvalidRequestError, PhloemError
+from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError
+from phloem.server.answering import respond
 from phloem.server.body import read_model
 from phloem.server.context import Caller, ServerContext, caller_of, context_of
 from phloem.server.engine_api import Tokenizer
 from phloem.server.generation import Answer, Generation, extend
-from phloem.server.http_errors import error_body, error_response, json_response
+from phloem.server.http_errors import error_body, json_response
 from phloem.server.logprobs import finite
 from phloem.server.prompts import MAX_PROMPTS, Prompt, encode_prompts, split_prompts
 from phloem.server.protocol import Body
 from phloem.server.protocol import Generation as GenerationBody
 from phloem.server.requests import make_request
 from phloem.server.sampling import CONSTRAINED, num_choices, sampling_params
-from phloem.server.sse import DONE, EventStream, event, run_while_connected
+from phloem.server.sse import DONE, event
 from phloem.server.structured import answer_grammar
 from phloem.types import Request, TokenLogprob
 
@@ -134,15 +135,7 @@ async def generate(request: HttpRequest) -> Response:
     context.check_ready()
     body = await read_model(request, GenerateBody, context.config.max_body_bytes)
     job = await prepare_generate(context, caller_of(request), body)
-    await job.generation.start()
-    if body.stream:
-        return EventStream(_stream(job), closing=job.generation.close)
-    try:
-        answers = await run_while_connected(request, job.generation.collect())
-    finally:
-        await job.generation.close()
-    results = [job.result(choice, answer) for choice, answer in enumerate(answers)]
-    return json_response(results if job.is_batch else results[0])
+    return await respond(request, job.generation, lambda: _collect(job), _stream(job) if body.stream else None)
 
 
 async def prepare_generate(context: ServerContext, caller: Caller, body: GenerateBody) -> GenerateJob:
@@ -154,7 +147,7 @@ async def prepare_generate(context: ServerContext, caller: Caller, body: Generat
     is_single = isinstance(given, str) or (isinstance(given, list) and isinstance(given[0], int))
     sampling = _sampling_of(body, len(prompts))
     num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
-    encoded = await encode_prompts(context, prompts)
+    encoded = await encode_prompts(context, prompts, param=name)
     base = body.rid or uuid4().hex
     if base in context.jobs:
         raise InvalidRequestError(f"rid {base!r} is in use", param="rid")
@@ -226,6 +219,12 @@ async def _request(
     )
 
 
+async def _collect(job: GenerateJob) -> dict[str, Any] | list[dict[str, Any]]:
+    """Read all choices to their end."""
+    results = [job.result(choice, answer) for choice, answer in enumerate(await job.generation.collect())]
+    return results if job.is_batch else results[0]
+
+
 async def _stream(job: GenerateJob) -> AsyncGenerator[bytes, None]:
     """Server-sent events; each carries the whole text of its choice so far."""
     answers = [Answer() for _ in job.prompts]
@@ -264,7 +263,7 @@ async def health_generate(request: HttpRequest) -> Response:
             await job.generation.start()
             await job.generation.collect()
     except TimeoutError:
-        return error_response(PhloemError(f"no token came within {HEALTH_TIMEOUT_S:.0f} s"))
+        raise EngineUnavailableError(f"no token came within {HEALTH_TIMEOUT_S:.0f} s") from None
     finally:
         await job.generation.close()
     return json_response({"status": "ready"})

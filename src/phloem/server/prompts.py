@@ -61,20 +61,20 @@ def _check_ids(ids: list[Any], param: str) -> None:
 
 
 async def encode_prompts(
-    context: ServerContext, prompts: list[str | list[int]], *, add_special: bool = True
+    context: ServerContext, prompts: list[str | list[int]], *, add_special: bool = True, param: str = "prompt"
 ) -> list[Prompt]:
     """Tokenise on the pool. Raises ContextLengthError before tokenising what cannot fit anyway."""
     engine = context.engine
     for prompt in prompts:
-        check_length(engine, prompt)
+        check_length(engine, prompt, param)
 
     def encode_all() -> list[Prompt]:
-        return [encode_one(engine, prompt, add_special=add_special) for prompt in prompts]
+        return [encode_one(engine, prompt, add_special=add_special, param=param) for prompt in prompts]
 
     return await context.in_pool(encode_all)
 
 
-def encode_one(engine: Engine, prompt: str | list[int], *, add_special: bool) -> Prompt:
+def encode_one(engine: Engine, prompt: str | list[int], *, add_special: bool, param: str) -> Prompt:
     """One prompt to ids. Blocks; raises InvalidRequestError for an empty one or ids outside the vocabulary."""
     if isinstance(prompt, str):
         ids = engine.tokenizer.encode(prompt, add_special)
@@ -84,14 +84,14 @@ def encode_one(engine: Engine, prompt: str | list[int], *, add_special: bool) ->
         if not 0 <= min(ids) <= max(ids) < engine.vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequestError(
-                f"token id {bad} is outside the vocabulary (0 to {engine.vocab_size - 1})", param="prompt"
+                f"token id {bad} is outside the vocabulary (0 to {engine.vocab_size - 1})", param=param
             )
     if not ids:
-        raise InvalidRequestError("the prompt is empty: at least one token is needed", param="prompt")
+        raise InvalidRequestError("the prompt is empty: at least one token is needed", param=param)
     return Prompt(np.array(ids, dtype=np.int32), text)
 
 
-def check_length(engine: Engine, prompt: str | list[int]) -> None:
+def check_length(engine: Engine, prompt: str | list[int], param: str = "prompt") -> None:
     """Refuse what is longer than any prompt that fits, without tokenising it."""
     limit = engine.max_model_len
     if isinstance(prompt, str):
@@ -99,10 +99,10 @@ def check_length(engine: Engine, prompt: str | list[int]) -> None:
             raise ContextLengthError(
                 f"the prompt has {len(prompt)} characters, more than any text of {limit} tokens, which is the context "
                 "length; shorten the prompt",
-                param="prompt",
+                param=param,
             )
     elif len(prompt) > limit:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, and the context length is {limit} tokens; shorten the prompt",
-            param="prompt",
+            param=param,
         )

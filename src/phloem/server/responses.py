@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from phloem.errors import InvalidRequestError, NotFoundError, PhloemError, UnsupportedError
+from phloem.server.answering import respond
 from phloem.server.body import read_model
 from phloem.server.chat_job import ChatJob, chat_body, prepare_chat
 from phloem.server.context import ServerContext, caller_of, context_of
@@ -21,7 +22,6 @@ from phloem.server.http_errors import json_response
 from phloem.server.protocol import Body, ChatBody
 from phloem.server.response_items import ResponseView
 from phloem.server.response_store import StoredResponse
-from phloem.server.sse import EventStream, run_while_connected
 from phloem.types import TextDelta
 
 
@@ -84,13 +84,8 @@ async def create(request: HttpRequest) -> Response:
             context.stored.put(job.id, StoredResponse(caller.key_id, conversation, answer, size))
         return answer
 
-    await job.generation.start()
-    if body.stream:
-        return EventStream(_stream(job, view, finish), closing=job.generation.close)
-    try:
-        return json_response(await run_while_connected(request, _collect(job, view, finish)))
-    finally:
-        await job.generation.close()
+    events = _stream(job, view, finish) if body.stream else None
+    return await respond(request, job.generation, lambda: _collect(job, view, finish), events)
 
 
 async def retrieve(request: HttpRequest) -> Response:

@@ -76,6 +76,8 @@ class EventStream(Response):
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._touch()
+            # Where events and transport are always ready nothing above waits, and a disconnect would never be seen.
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
