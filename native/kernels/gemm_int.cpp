@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kQ4Bytes = kGroup * kPanel / 2;
 constexpr int kQ8Bytes = kGroup * kPanel;
+constexpr size_t kPrefetchBytes = 4096;  // how far ahead of one or two rows their weights are asked for
 
 PHLOEM_INLINE void finish(const GemmArgs& args, int row, int panel, int half, F8 y) {
   float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel + 8 * half;
@@ -125,7 +126,9 @@ PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t 
 template <WeightFormat kFormat, int kRows>
 void tile(const GemmArgs& args, int row, int panel) {
   const MatrixView& w = *args.w;
-  const size_t block_bytes = w.panel_bytes / w.groups;
+  constexpr size_t kBlockBytes = kFormat == WeightFormat::q8    ? kQ8Bytes + 2 * kPanel
+                                 : kFormat == WeightFormat::q4m ? kQ4Bytes + 4 * kPanel
+                                                                : kQ4Bytes + 2 * kPanel;
   const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
   const int64_t ld = args.a.ld, ld_group = ld / kGroup;
   const int8_t* q = args.a.q + row * ld;
@@ -134,10 +137,10 @@ void tile(const GemmArgs& args, int row, int panel) {
   F8 y[kRows][2];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) y[r][0] = y[r][1] = splat(0.0f);
-  for (int g = 0; g < w.groups; ++g, block += block_bytes) {
+  for (int g = 0; g < w.groups; ++g, block += kBlockBytes) {
     if constexpr (kRows <= 2) {  // few rows wait for memory
-#pragma GCC unroll 8
-      for (int line = 0; line < 5; ++line) __builtin_prefetch(block + 2048 + 64 * line);
+#pragma GCC unroll 16
+      for (size_t at = 0; at < kBlockBytes; at += 64) __builtin_prefetch(block + kPrefetchBytes + at);
     }
     __m256i sums[kRows][2];
     if constexpr (kFormat == WeightFormat::q8) {
