@@ -52,10 +52,11 @@ def sample(logits: Float32Array, rows: list[LogitRow]) -> Sampled:
     top: list[TopLogprobs | None] = []
     for i, row in enumerate(rows):
         raw = logits[i]
-        peak = float(raw.max())
+        best = int(raw.argmax())  # NaN counts as largest
+        peak = float(raw[best])
         if not np.isfinite(peak):
             raise StepFailedError(f"logits of row {row.row} are not finite (largest: {peak}): damaged weights?")
-        token = row.target if row.target >= 0 else _draw(raw, row)
+        token = row.target if row.target >= 0 else _draw(raw, best, row)
         token_ids[i] = token
         count = row.params.prompt_logprobs if row.target >= 0 else row.params.logprobs
         if count is None and row.target < 0:
@@ -106,11 +107,11 @@ def _alternatives(raw: Float32Array, normaliser: float, count: int) -> TopLogpro
     return TopLogprobs(ids.astype(np.int32), np.maximum(raw[ids] - normaliser, LOGPROB_FLOOR).astype(np.float32))
 
 
-def _draw(raw: Float32Array, row: LogitRow) -> int:
+def _draw(raw: Float32Array, best: int, row: LogitRow) -> int:
     params = row.params
     if not _adjusts(row):
         if params.temperature == 0.0:
-            return int(raw.argmax())
+            return best
         logits = raw.astype(np.float64)
     else:
         logits = _adjusted(raw, row)
