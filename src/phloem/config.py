@@ -37,7 +37,7 @@ class EngineConfig:
     num_threads: int = 0
     """Worker threads of a step; 0: one per core this process may use."""
     quantization: Quantization | None = None
-    """Weight format to convert safetensors weights to; None keeps what the file has."""
+    """Format to convert float weights to: q8 (8.5 bits a weight) or q4 (5 bits). None and `none` keep the file's."""
     kv_cache_dtype: KVCacheDtype = "f16"
     """Element type of the KV cache."""
     max_model_len: int = 0

@@ -158,4 +158,4 @@ def test_describe_names_what_runs() -> None:
     assert facts["isa"] == supported_isas()[-1]
     assert facts["num_threads"] == 2
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * (24 + 4)
-    assert facts["weight_formats"] == ["q8"]
+    assert facts["weight_formats"] == ["f16"]

@@ -53,6 +53,12 @@ def test_exact_formats_keep_every_value(form: str, shape: tuple[int, int]) -> No
     np.testing.assert_array_equal(unpack(pack(tensor, "none")), dequantize_exactly(tensor))
 
 
+@pytest.mark.parametrize("form", ["f32", "f16", "bf16"])
+def test_floats_stay_what_they_are_unless_asked(form: str) -> None:
+    tensor = stored(form, 5, 64)
+    assert (pack(tensor, None).format, pack(tensor, "q8").format, pack(tensor, "q4").format) == (form, "q8", "q4m")
+
+
 def dequantize_exactly(tensor: RawTensor) -> np.ndarray:
     """float64 values: the float32 ones of `dequantize` round d * q + m."""
     if tensor.format != "q4_1":
@@ -66,7 +72,7 @@ def dequantize_exactly(tensor: RawTensor) -> np.ndarray:
 @pytest.mark.parametrize("form", ["f32", "bf16", "q5_0", "q5_1"])
 def test_other_formats_become_q8_within_half_a_step(form: str) -> None:
     tensor = stored(form, 20, 96)
-    matrix = pack(tensor, None)
+    matrix = pack(tensor, "q8")
     assert matrix.format == "q8"
     values = dequantize(tensor).reshape(20, 3, 32)
     step = np.abs(values).max(axis=2, keepdims=True) / 127

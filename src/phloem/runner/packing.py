@@ -25,14 +25,14 @@ def packed_format(tensor: RawTensor, quantization: Quantization | None) -> Packe
     """The packed format of a stored matrix.
 
     q8_0, q4_0 and q4_1 keep their values exactly. q4_k keeps its 4-bit values; its scales are rounded to f16. The
-    other block formats become q8. Float weights become q8 unless `quantization` says `none` (kept) or `q4`; then
+    other block formats become q8. Float weights stay what they are unless `quantization` says `q8` or `q4`; with `q4`
     embedding and head are q8 all the same, since they are most sensitive and every token reads them.
     """
     if tensor.format in _EXACT:
         return _EXACT[tensor.format]
     if tensor.format == "q4_k":
         return "q4m"
-    if tensor.format in _FLOAT and quantization == "none":
+    if tensor.format in _FLOAT and quantization in (None, "none"):
         return _FLOAT[tensor.format]
     if tensor.format in _FLOAT and quantization == "q4" and tensor.name not in ("embed", "head"):
         return "q4m"
