@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from phloem.config import ServerConfig
 from phloem.errors import PhloemError
 from tests.server.conftest import Running
 from tests.server.fake_engine import IM_END, FakeEngine
@@ -71,17 +72,32 @@ def test_finish_reasons(serve: Serve, fields: dict[str, Any], reason: str, stop:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_usage_chunk_comes_only_when_asked(serve: Serve, n: int) -> None:
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_usage_chunk_comes_only_when_asked(serve: Serve, n: int, tools: Any) -> None:
     server = serve()
     for options in (None, {"include_usage": False}):
-        assert all(
-            not c.get("usage") for c in events(server, "/v1/chat/completions", chat_body(n=n, stream_options=options))
-        )
-    chunks = events(server, "/v1/chat/completions", chat_body(n=n, stream_options={"include_usage": True}))
+        body = chat_body(n=n, tools=tools, stream_options=options)
+        assert all(not c.get("usage") for c in events(server, "/v1/chat/completions", body))
+    body = chat_body(n=n, tools=tools, stream_options={"include_usage": True})
+    chunks = events(server, "/v1/chat/completions", body)
     assert all(c["usage"] is None for c in chunks[:-1])
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 12 * n
     assert sum(bool(c["usage"]) for c in chunks) == 1
+
+
+def test_names_of_the_model(serve: Serve) -> None:
+    """An alias is served under the first name; case counts; an unknown name is told what there is."""
+    server = serve(FakeEngine(), ServerConfig(served_model_name="first, alias"))
+    for fields in ({}, {"model": None}, {"model": ""}, {"model": "first"}, {"model": "alias"}):
+        assert server.chat(**fields).json()["model"] == "first"
+        assert {chunk["model"] for chunk in events(server, "/v1/chat/completions", chat_body(**fields))} == {"first"}
+    for name in ("First", "ALIAS", "first, alias", "fake-model", "no-such"):
+        response = server.chat(model=name)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "first, alias" in error["message"]
+    assert [model.id for model in server.openai.models.list()] == ["first", "alias"]
 
 
 def test_cached_tokens_are_reported_in_both_modes(serve: Serve) -> None:

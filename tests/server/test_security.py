@@ -124,6 +124,41 @@ def test_tenants_never_share_unless_asked(serve: Serve) -> None:
     assert all("alpha" not in str(namespace) and "beta" not in str(namespace) for namespace in namespaces)
 
 
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 100}]},
+    "/v1/completions": {"prompt": "x" * 100},
+    "/v1/responses": {"input": "x" * 100},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 100}], "max_tokens": 5},
+    "/v1/embeddings": {"input": "x" * 100, "pooling": "last"},
+    "/generate": {"text": "x" * 100},
+}
+
+
+def cached_in(answer: dict[str, Any]) -> int:
+    """The count of reused tokens, wherever the API of a route has it."""
+    usage = answer.get("meta_info") or answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+    return int(details["cached_tokens"] if "cached_tokens" in details else details["cache_read_input_tokens"])
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_each_route_counts_reuse_and_keeps_tenants_apart(serve: Serve, path: str) -> None:
+    """What one key has sent, by any route, another key neither reuses nor sees in any count."""
+    server = serve(FakeEngine(), KEYS)
+
+    def ask(key: str, route: str) -> int:
+        response = server.post(route, ROUTES[route], headers={"Authorization": f"Bearer {key}"})
+        assert response.status_code == 200, response.text
+        return cached_in(response.json())
+
+    assert ask("alpha", path) == 0
+    assert ask("alpha", path) >= 99
+    for route in ROUTES:
+        server.post(route, ROUTES[route], headers={"Authorization": "Bearer alpha"})
+    assert ask("beta", path) == 0
+    assert ask("beta", path) >= 99
+
+
 def test_pages_of_other_origins_are_refused(serve: Serve) -> None:
     server = serve()
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1", "http://[", "http://a]b", "\xff"):
