@@ -59,7 +59,7 @@ def test_last_token(serve: Serve) -> None:
         ({}, 400, "input"),
         ({"input": ""}, 400, "input"),
         ({"input": []}, 400, "input"),
-        ({"input": ["a", 5]}, 400, "input"),
+        ({"input": ["a", 5]}, 400, "input[1]"),
         ({"input": [1, -1]}, 400, "input"),
         ({"input": [1, 10**6]}, 400, "input"),
         ({"input": "a" * 5000}, 400, "input"),

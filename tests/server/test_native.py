@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from phloem.errors import EngineUnavailableError
+from phloem.server import native
 from tests.server.conftest import Running
 from tests.server.fake_engine import END, FakeEngine
 
@@ -73,11 +75,14 @@ def test_generate_with_schema_and_regex(serve: Serve) -> None:
         ({}, "text"),
         ({"text": "a", "input_ids": [1]}, "text"),
         ({"text": []}, "text"),
-        ({"input_ids": [[]]}, "input_ids.0"),
+        ({"input_ids": [[]]}, "input_ids[0]"),
         ({"input_ids": [999999]}, "input_ids"),
-        ({"input_ids": "abc", "sampling_params": {"top_k": -2}}, "top_k"),
+        ({"input_ids": "abc"}, "input_ids"),
+        ({"text": [97, 98]}, "text"),
+        ({"text": ["a", [97]]}, "text"),
+        ({"text": "abc", "sampling_params": {"top_k": -2}}, "sampling_params.top_k"),
         ({"text": "a", "sampling_params": {"max_new_tokens": "7"}}, "sampling_params.max_new_tokens"),
-        ({"text": "a", "sampling_params": {"n": 1000}}, "n"),
+        ({"text": "a", "sampling_params": {"n": 1000}}, "sampling_params.n"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
     ],
 )
@@ -119,6 +124,51 @@ def test_health_version_models_and_flush(serve: Serve) -> None:
     assert server.chat().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     info = server.http.get("/server_info").json()
     assert info["engine"] == {"backend": "fake"}
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "stopped", "failed"])
+def test_health_generate_is_503_where_nothing_is_generated(serve: Serve, state: Any) -> None:
+    engine = FakeEngine()
+    server = serve(engine)
+    engine.current = state
+    response = server.http.get("/health_generate")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        FakeEngine(delay_s=60.0),
+        FakeEngine(fail_after=0),
+        FakeEngine(fail_after=0, failure=EngineUnavailableError("gone")),
+        FakeEngine(max_live=0),
+    ],
+)
+def test_health_generate_is_503_where_no_token_comes(
+    serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that hangs, fails, dies or has no place: a monitor sees one status for all, and soon."""
+    monkeypatch.setattr(native, "HEALTH_TIMEOUT_S", 0.3)
+    response = serve(engine).http.get("/health_generate", timeout=5.0)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+
+
+def test_generate_lists_the_prompt_from_where_it_is_asked(serve: Serve) -> None:
+    """A first token has nothing before it, and so no logprob; it is listed all the same."""
+    server = serve()
+
+    def listed(start: int, ids: list[int]) -> Any:
+        body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 1}
+        meta = server.post("/generate", body).json()["meta_info"]
+        assert len(meta["input_top_logprobs"]) == len(meta["input_token_logprobs"])
+        return [(pair[0], pair[1]) for pair in meta["input_token_logprobs"]]
+
+    assert listed(0, [97]) == [(None, 97)]
+    assert listed(0, [97, 98]) == [(None, 97), (-0.5, 98)]
+    assert listed(1, [97, 98]) == [(None, 98)]
+    assert listed(2, [97, 98]) == []
+    assert listed(-1, [97, 98]) == []
 
 
 def test_tokenize_and_detokenize(serve: Serve) -> None:

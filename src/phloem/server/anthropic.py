@@ -21,6 +21,7 @@ from phloem.server.answering import respond
 from phloem.server.blocks import Block, Blocks, Change
 from phloem.server.body import read_model
 from phloem.server.chat_job import ChatJob, chat_body, encode_chat, prepare_chat
+from phloem.server.client_names import client_names
 from phloem.server.context import caller_of, context_of
 from phloem.server.http_errors import anthropic_error, json_response
 from phloem.server.protocol import Body, ChatBody
@@ -77,9 +78,11 @@ async def messages(request: HttpRequest) -> Response:
     body = await read_model(request, MessagesBody, context.config.max_body_bytes)
     if body.max_tokens is None:
         raise InvalidRequestError("max_tokens is missing", param="max_tokens")
-    job = await prepare_chat(context, caller_of(request), to_chat(body), id_prefix="msg_")
-    view = MessagesView(job)
-    return await respond(request, job.generation, view.collect, view.stream() if body.stream else None)
+    names: dict[str, str] = {}
+    with client_names(names):
+        job = await prepare_chat(context, caller_of(request), to_chat(body, names), id_prefix="msg_")
+        view = MessagesView(job)
+        return await respond(request, job.generation, view.collect, view.stream() if body.stream else None)
 
 
 async def count_tokens(request: HttpRequest) -> Response:
@@ -87,17 +90,25 @@ async def count_tokens(request: HttpRequest) -> Response:
     context = context_of(request)
     body = await read_model(request, MessagesBody, context.config.max_body_bytes)
     context.check_model(body.model)
-    prompt, _ = await encode_chat(context, to_chat(body))
+    names: dict[str, str] = {}
+    with client_names(names):
+        prompt, _ = await encode_chat(context, to_chat(body, names))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 
-def to_chat(body: MessagesBody) -> ChatBody:
-    """The same request as a chat. Raises InvalidRequestError naming the field."""
+def to_chat(body: MessagesBody, names: dict[str, str]) -> ChatBody:
+    """The same request as a chat; `names` gets what this API calls its fields. Raises InvalidRequestError."""
+    names["stop"] = "stop_sequences"
+    names["tool_choice.function"] = "tool_choice"
+    for i in range(len(body.tools or ())):
+        names |= {f"tools[{i}].function": f"tools[{i}]", f"tools[{i}].function.parameters": f"tools[{i}].input_schema"}
     history: list[dict[str, Any]] = []
     if body.system:
+        names["messages[0]"] = "system"
         history.append({"role": "system", "content": _system_text(body.system)})
     for position, message in enumerate(body.messages):
-        history += _messages(message, f"messages.{position}")
+        turn = _Turn(message, f"messages[{position}]", len(history), names)
+        history += turn.finish()
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": history,
@@ -118,7 +129,9 @@ def _tool_fields(body: MessagesBody) -> dict[str, Any]:
     tools = []
     for position, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise UnsupportedError(f"tools.{position}: tools that the server runs are not served", param="tools")
+            raise UnsupportedError(
+                f"tools[{position}]: tools that the server runs are not served", param=f"tools[{position}]"
+            )
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         tools.append({"type": "function", "function": function})
     fields: dict[str, Any] = {"tools": tools or None}
@@ -140,65 +153,77 @@ def _system_text(system: str | list[dict[str, Any]]) -> str:
     return "\n\n".join(str(text) for text in texts)
 
 
-def _messages(message: dict[str, Any], param: str) -> list[dict[str, Any]]:
-    """One message as chat messages: results of tools become messages of their own, in order."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise InvalidRequestError(
-            f"{param}.role must be user or assistant, got {str(role)[:40]!r}", param=f"{param}.role"
-        )
-    if not isinstance(content, list):
-        return [{"role": role, "content": content}]
-    turn = _Turn(role, param)
-    for position, block in enumerate(content):
-        if not isinstance(block, dict):
-            raise InvalidRequestError(f"{param}.content.{position} must be an object", param=f"{param}.content")
-        turn.add(block, f"{param}.content.{position}")
-    return turn.finish()
-
-
-@dataclass(slots=True)
 class _Turn:
-    """Collects the blocks of one message."""
+    """One message as chat messages, of which `num_before` stand before it in the chat.
 
-    role: str
-    param: str
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    done: list[dict[str, Any]] = field(default_factory=list)
+    Results of tools become messages of their own, in order. `names` gets the block that each member came from.
+    """
 
-    def add(self, block: dict[str, Any], param: str) -> None:
+    def __init__(self, message: dict[str, Any], param: str, num_before: int, names: dict[str, str]) -> None:
+        self._role, content = message.get("role"), message.get("content")
+        self._param = param
+        self._num_before = num_before
+        self._names = names
+        self._parts: list[dict[str, Any]] = []
+        self._calls: list[dict[str, Any]] = []
+        self._call_params: list[str] = []
+        self._thoughts: list[str] = []
+        self._done: list[dict[str, Any]] = []
+        if self._role not in ("user", "assistant"):
+            got = str(self._role)[:40]
+            raise InvalidRequestError(f"{param}.role must be user or assistant, got {got!r}", param=f"{param}.role")
+        if not isinstance(content, list):
+            self._append(param, {"role": self._role, "content": content})
+            return
+        for position, block in enumerate(content):
+            name = f"{param}.content[{position}]"
+            if not isinstance(block, dict):
+                raise InvalidRequestError(f"{name} must be an object", param=name)
+            self._add(block, name)
+
+    def _append(self, param: str, message: dict[str, Any]) -> str:
+        """Add a chat message that came from `param`; its name in the chat."""
+        name = f"messages[{self._num_before + len(self._done)}]"
+        self._names[name] = param
+        self._done.append(message)
+        return name
+
+    def _add(self, block: dict[str, Any], param: str) -> None:
         match block.get("type"):
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
                 function = {"name": block.get("name"), "arguments": arguments}
-                self.calls.append({"id": block.get("id"), "type": "function", "function": function})
+                self._calls.append({"id": block.get("id"), "type": "function", "function": function})
+                self._call_params.append(param)
             case "tool_result":
-                if self.parts:
-                    self.done.append({"role": self.role, "content": self.parts})
-                    self.parts = []
-                result = {"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")}
-                self.done.append(result)
+                if self._parts:
+                    self._append(self._param, {"role": self._role, "content": self._parts})
+                    self._parts = []
+                call_id = block.get("tool_use_id")
+                name = self._append(param, {"role": "tool", "content": block.get("content"), "tool_call_id": call_id})
+                self._names[f"{name}.tool_call_id"] = f"{param}.tool_use_id"
             case "thinking":
-                self.thoughts.append(str(block.get("thinking") or ""))
+                self._thoughts.append(str(block.get("thinking") or ""))
             case "redacted_thinking":
                 pass
             case "text" if isinstance(block.get("text"), str):
-                self.parts.append({"type": "text", "text": block["text"]})
+                self._parts.append({"type": "text", "text": block["text"]})
             case kind:
                 raise UnsupportedError(f"{param}: blocks of type {str(kind)[:40]!r} are not served", param=param)
 
     def finish(self) -> list[dict[str, Any]]:
         """The messages."""
-        if self.parts or self.calls or not self.done:
-            message: dict[str, Any] = {"role": self.role, "content": self.parts or None}
-            if self.calls:
-                message["tool_calls"] = self.calls
-            if self.thoughts:
-                message["reasoning_content"] = "\n".join(self.thoughts)
-            self.done.append(message)
-        return self.done
+        if self._parts or self._calls or not self._done:
+            message: dict[str, Any] = {"role": self._role, "content": self._parts or None}
+            if self._calls:
+                message["tool_calls"] = self._calls
+            if self._thoughts:
+                message["reasoning_content"] = "\n".join(self._thoughts)
+            name = self._append(self._param, message)
+            for number, param in enumerate(self._call_params):
+                self._names[f"{name}.tool_calls[{number}].function"] = param
+                self._names[f"{name}.tool_calls[{number}].function.arguments"] = f"{param}.input"
+        return self._done
 
 
 @dataclass(slots=True)

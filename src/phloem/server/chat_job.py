@@ -13,6 +13,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from phloem.errors import InvalidRequestError, UnsupportedError
+from phloem.server.client_names import Names, client_names
 from phloem.server.context import Caller, ServerContext
 from phloem.server.engine_api import Tokenizer
 from phloem.server.events import AnswerParser, Event, Reasoning
@@ -59,6 +60,21 @@ async def prepare_chat(
     context: ServerContext, caller: Caller, body: ChatBody, *, id_prefix: str = "chatcmpl-"
 ) -> ChatJob:
     """Check everything, compile the grammar, render and tokenise. Raises InvalidRequestError and its kinds."""
+    with client_names(_names(body)):
+        return await _prepare(context, caller, body, id_prefix)
+
+
+def _names(body: ChatBody) -> Names:
+    """What this body calls fields that sampling and engine know by other names."""
+    names = {"prompt": "messages"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.top_logprobs is not None:
+        names["logprobs"] = "top_logprobs"
+    return names
+
+
+async def _prepare(context: ServerContext, caller: Caller, body: ChatBody, id_prefix: str) -> ChatJob:
     model = context.check_model(body.model)
     n = num_choices(body)
     check_chat_fields(body)
@@ -90,7 +106,8 @@ async def prepare_chat(
     def make_parser() -> AnswerParser:
         return plan.make_parser(inside, separate)
 
-    return ChatJob(body, job_id, model, engine.tokenizer, Generation(context, job_id, [request]), make_parser)
+    generation = Generation(context, job_id, [request], _names(body))
+    return ChatJob(body, job_id, model, engine.tokenizer, generation, make_parser)
 
 
 def chat_grammar(body: ChatBody, plan: ToolPlan, tokenizer: Tokenizer) -> AnswerGrammar | None:

@@ -74,7 +74,7 @@ async def prepare(context: ServerContext, caller: Caller, body: EmbeddingsBody) 
         )
     if body.input is None:
         raise InvalidRequestError("input is missing", param="input")
-    prompts = await encode_prompts(context, split_prompts(body.input, "input"))
+    prompts = await encode_prompts(context, split_prompts(body.input, "input"), param="input")
     job_id = f"embd-{uuid4().hex}"
     pooling = Pooling(body.pooling or "mean")
     requests = [
@@ -90,7 +90,7 @@ async def prepare(context: ServerContext, caller: Caller, body: EmbeddingsBody) 
         )
         for position, prompt in enumerate(prompts)
     ]
-    return Generation(context, job_id, requests)
+    return Generation(context, job_id, requests, {"prompt": "input"})
 
 
 def unit(vector: Float32Array) -> Float32Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 from phloem.engine.grammar import GrammarMasker
 from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError
+from phloem.server.client_names import Names, client_names
 from phloem.server.context import ServerContext
 from phloem.server.engine_api import Stream
 from phloem.types import FinishReason, Float32Array, Request, TextDelta, TokenLogprob
@@ -71,10 +72,16 @@ class Answer:
 
 
 class Generation:
-    """Engine requests that answer one HTTP request. Choice number = position of its request x n + its index."""
+    """Engine requests that answer one HTTP request. Choice number = position of its request x n + its index.
 
-    def __init__(self, context: ServerContext, job_id: str, requests: Sequence[Request]) -> None:
+    `names` are what the client calls the fields that the engine's checks may find wrong.
+    """
+
+    def __init__(
+        self, context: ServerContext, job_id: str, requests: Sequence[Request], names: Names | None = None
+    ) -> None:
         self._context = context
+        self._names = names or {}
         self._job_id = job_id
         self._clock = context.metrics.clock(sum(request.n for request in requests))
         self.requests = list(requests)
@@ -90,8 +97,9 @@ class Generation:
         """Submit all requests, or none of them: errors come from here, before anything was answered."""
         engine = self._context.engine
         try:
-            for request in self.requests:
-                self._streams.append(await engine.submit(request))
+            with client_names(self._names):
+                for request in self.requests:
+                    self._streams.append(await engine.submit(request))
         except BaseException:
             await self.close()
             raise

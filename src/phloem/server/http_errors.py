@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pydantic
-from pydantic_core import to_json
+from pydantic_core import ErrorDetails, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,12 +30,6 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_PROMPT_FIELDS = {
-    "/v1/chat/completions": "messages",
-    "/v1/responses": "input",
-    "/v1/embeddings": "input",
-}
-"""What a client of these routes calls the prompt, which the engine's checks know by no other name."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -63,8 +57,6 @@ def anthropic_error(error: PhloemError) -> dict[str, Any]:
 
 def error_response(error: PhloemError, path: str = "") -> Response:
     """A whole answer for an error, in the form of the API that `path` belongs to."""
-    if error.param == "prompt":
-        error.param = _PROMPT_FIELDS.get(path, "prompt")
     body = anthropic_error(error) if path.startswith("/v1/messages") else {"error": error_body(error)}
     return json_response(body, error.http_status, error_headers(error))
 
@@ -80,22 +72,35 @@ def internal_error(request_id: str) -> PhloemError:
 
 
 def from_validation(error: pydantic.ValidationError) -> InvalidRequestError:
-    """The first wrong field of a body, as our error: which field, what was expected, what came."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = _field_path(first["loc"])
-    expected = first["msg"][0].lower() + first["msg"][1:]
-    kind = "" if first["type"] == "missing" else f" (got {_describe(first['input'])})"
+    """The first wrong field of a body, as our error: which field, what was expected, what came.
+
+    Where a field may have several forms, each of them has its complaints; the one about the deepest place is told,
+    since that is of the form that was meant.
+    """
+    errors = error.errors(include_url=False, include_context=False)
+    wrong = max((item for item in errors if item["loc"][:1] == errors[0]["loc"][:1]), key=_depth)
+    param = _field_path(wrong["loc"])
+    expected = wrong["msg"][0].lower() + wrong["msg"][1:]
+    kind = "" if wrong["type"] == "missing" else f" (got {_describe(wrong['input'])})"
     return InvalidRequestError(f"{param or 'body'}: {expected}{kind}", param=param or None)
 
 
 def _field_path(location: Sequence[int | str]) -> str:
-    """'messages.0.content' of pydantic's location, without the names of union branches."""
-    return ".".join(str(part) for part in location if isinstance(part, int) or _is_field(part))
+    """'messages[0].content' of pydantic's location, without the names of union branches."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location if _is_field(part))
+    return "".join(parts).removeprefix(".")
 
 
-def _is_field(name: str) -> bool:
-    """Whether a part of a location is a field rather than a branch of a union ('str', 'list[int]', 'NamedTool')."""
-    return name.isidentifier() and name[0].islower() and name not in ("str", "int", "float", "bool", "dict", "list")
+def _depth(error: ErrorDetails) -> tuple[int, bool]:
+    """How deep the place of an error lies, and whether the form was right there and only its value wrong."""
+    return sum(_is_field(part) for part in error["loc"]), not error["type"].endswith("_type")
+
+
+def _is_field(part: int | str) -> bool:
+    """Whether a part of a location is a field or a position, no branch of a union ('str', 'list[int]', 'NamedTool')."""
+    if isinstance(part, int):
+        return True
+    return part.isidentifier() and part[0].islower() and part not in ("str", "int", "float", "bool", "dict", "list")
 
 
 def _describe(value: object) -> str:

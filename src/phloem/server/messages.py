@@ -55,7 +55,7 @@ def normalise(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         raise InvalidRequestError(
             f"messages may hold at most {MAX_MESSAGES} messages, got {len(messages)}", param="messages"
         )
-    return [_message(message, f"messages.{position}") for position, message in enumerate(messages)]
+    return [_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
 
 
 def _message(message: dict[str, Any], param: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _content(content: Any, param: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{param} must be a text or a list of parts", param=param)
-    return "\n".join(_part(part, f"{param}.{position}") for position, part in enumerate(content))
+    return "\n".join(_part(part, f"{param}[{position}]") for position, part in enumerate(content))
 
 
 def _part(part: Any, param: str) -> str:
@@ -113,12 +113,12 @@ def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str):
-            raise InvalidRequestError(f"{param}.{position}.function.name must be a text", param=f"{param}.{position}")
+            name = f"{param}[{position}].function.name"
+            raise InvalidRequestError(f"{name} must be a text", param=name)
         arguments = function.get("arguments")
         if not isinstance(arguments, str | dict | None):
-            raise InvalidRequestError(
-                f"{param}.{position}.function.arguments must be a JSON object as text", param=f"{param}.{position}"
-            )
+            name = f"{param}[{position}].function.arguments"
+            raise InvalidRequestError(f"{name} must be a JSON object as text", param=name)
         call_id = call.get("id")
         checked.append(
             {

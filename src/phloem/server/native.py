@@ -21,6 +21,7 @@ from starlette.responses import Response
 from phloem.errors import EngineUnavailableError, InvalidRequestError, PhloemError
 from phloem.server.answering import respond
 from phloem.server.body import read_model
+from phloem.server.client_names import client_names
 from phloem.server.context import Caller, ServerContext, caller_of, context_of
 from phloem.server.engine_api import Tokenizer
 from phloem.server.generation import Answer, Generation, extend
@@ -56,7 +57,7 @@ class GenerateBody(Body):
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     top_logprobs_num: int | None = None
     stream: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
@@ -80,6 +81,8 @@ class GenerateJob:
     ids: list[str]
     is_batch: bool
     num_top: int | None
+    score_from: int | None = None
+    """First prompt token that `input_token_logprobs` lists; None for none of them."""
     start_s: float = field(default_factory=time.monotonic)
 
     def result(self, choice: int, answer: Answer) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class GenerateJob:
         }
         if self.num_top is not None:
             scored = answer.prompt_logprobs
-            ids = prompt.token_ids[len(prompt.token_ids) - len(scored) - 1 :].tolist() if scored else []
+            ids = [] if self.score_from is None else prompt.token_ids[self.score_from :].tolist()
             first: list[list[Any]] = [[None, ids[0], None]] if ids else []
             meta["input_token_logprobs"] = first + _pairs(scored)
             meta["output_token_logprobs"] = _pairs(answer.logprobs)
@@ -144,6 +147,9 @@ async def prepare_generate(context: ServerContext, caller: Caller, body: Generat
         raise InvalidRequestError("send either text or input_ids", param="text")
     given, name = (body.text, "text") if body.text is not None else (body.input_ids, "input_ids")
     prompts = split_prompts(given, name)
+    if any(isinstance(prompt, str) != (name == "text") for prompt in prompts):
+        form = "texts" if name == "text" else "token ids"
+        raise InvalidRequestError(f"{name} must hold {form} only", param=name)
     is_single = isinstance(given, str) or (isinstance(given, list) and isinstance(given[0], int))
     sampling = _sampling_of(body, len(prompts))
     num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
@@ -154,7 +160,9 @@ async def prepare_generate(context: ServerContext, caller: Caller, body: Generat
     requests, expanded, ids = [], [], []
     for position, (prompt, fields) in enumerate(zip(encoded, sampling, strict=True)):
         request_id = base if is_single else f"{base}-{position}"
-        made = await _request(context, caller, body, prompt, fields, request_id, num_top)
+        listed = f"[{position}]" if isinstance(body.sampling_params, list) else ""
+        with client_names(_names(name, f"sampling_params{listed}", fields)):
+            made = await _request(context, caller, body, prompt, fields, request_id, num_top)
         requests.append(made)
         expanded += [prompt] * made.n
         ids += [request_id] * made.n
@@ -162,9 +170,31 @@ async def prepare_generate(context: ServerContext, caller: Caller, body: Generat
         raise InvalidRequestError(
             f"n times the number of prompts may be at most {MAX_PROMPTS}", param="sampling_params.n"
         )
-    generation = Generation(context, base, requests)
+    generation = Generation(context, base, requests, _names(name, "sampling_params", sampling[0]))
     is_batch = not is_single or len(expanded) > 1
-    return GenerateJob(context.engine.tokenizer, generation, expanded, ids, is_batch, num_top)
+    return GenerateJob(context.engine.tokenizer, generation, expanded, ids, is_batch, num_top, _first_scored(body))
+
+
+def _first_scored(body: GenerateBody) -> int | None:
+    """Position of the first prompt token that gets a logprob entry; None for none of them."""
+    start = body.logprob_start_len
+    return start if body.return_logprob and start is not None and start >= 0 else None
+
+
+def _names(prompt: str, sampling: str, fields: NativeSampling) -> dict[str, str]:
+    """What this API calls the fields of an engine request: the prompt, and those of `fields`, which are `sampling`."""
+    given = fields.model_fields_set
+    renamed = {"max_tokens": "max_new_tokens"}
+    renamed |= {"min_tokens": "min_new_tokens"} if "min_new_tokens" in given else {}
+    renamed |= {"seed": "sampling_seed"} if "sampling_seed" in given else {}
+    renamed |= {"guided_json": "json_schema"} if "json_schema" in given else {}
+    names = {name: f"{sampling}.{renamed.get(name, name)}" for name in NativeSampling.model_fields}
+    return names | {
+        "prompt": prompt,
+        "priority": "priority",
+        "logprobs": "top_logprobs_num",
+        "prompt_logprobs": "top_logprobs_num",
+    }
 
 
 def _sampling_of(body: GenerateBody, count: int) -> list[NativeSampling]:
@@ -195,12 +225,17 @@ async def _request(
         fields = fields.model_copy(update={"guided_json": fields.json_schema})
     masker = await context.maskers(answer_grammar(fields), n)
     limit = DEFAULT_MAX_NEW_TOKENS if fields.max_new_tokens is None else fields.max_new_tokens
-    scores_prompt = num_top is not None and body.logprob_start_len is not None and body.logprob_start_len >= 0
+    start = _first_scored(body)
+    if start is not None and start > len(prompt.token_ids):
+        raise InvalidRequestError(
+            f"logprob_start_len may be at most the length of the prompt ({len(prompt.token_ids)}), got {start}",
+            param="logprob_start_len",
+        )
     params = sampling_params(
         fields,
         max_tokens=limit,
         logprobs=num_top,
-        prompt_logprobs=num_top if scores_prompt else None,
+        prompt_logprobs=None if start is None else num_top,
         **({"min_tokens": fields.min_new_tokens} if fields.min_new_tokens is not None else {}),
         **({"seed": fields.sampling_seed} if fields.sampling_seed is not None else {}),
         **(CONSTRAINED if masker else {}),
@@ -215,7 +250,7 @@ async def _request(
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
         masker=masker,
-        score_from=1 + (body.logprob_start_len or 0) if scores_prompt else 0,
+        score_from=0 if start is None or start + 1 >= len(prompt.token_ids) else start + 1,
     )
 
 
@@ -264,6 +299,8 @@ async def health_generate(request: HttpRequest) -> Response:
             await job.generation.collect()
     except TimeoutError:
         raise EngineUnavailableError(f"no token came within {HEALTH_TIMEOUT_S:.0f} s") from None
+    except PhloemError as error:
+        raise EngineUnavailableError(f"the engine produced no token: {error.message}") from None
     finally:
         await job.generation.close()
     return json_response({"status": "ready"})

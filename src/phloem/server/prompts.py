@@ -47,9 +47,10 @@ def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
         raise InvalidRequestError(f"{param} may hold at most {MAX_PROMPTS} prompts, got {len(prompt)}", param=param)
     for position, item in enumerate(prompt):
         if isinstance(item, list):
-            _check_ids(item, f"{param}.{position}")
+            _check_ids(item, f"{param}[{position}]")
         elif not isinstance(item, str):
-            raise InvalidRequestError(f"{param}.{position} must be a text or a list of token ids", param=param)
+            name = f"{param}[{position}]"
+            raise InvalidRequestError(f"{name} must be a text or a list of token ids", param=name)
     return prompt
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic_core import to_json
@@ -17,6 +18,7 @@ from phloem.errors import InvalidRequestError, NotFoundError, PhloemError, Unsup
 from phloem.server.answering import respond
 from phloem.server.body import read_model
 from phloem.server.chat_job import ChatJob, chat_body, prepare_chat
+from phloem.server.client_names import client_names
 from phloem.server.context import ServerContext, caller_of, context_of
 from phloem.server.http_errors import json_response
 from phloem.server.protocol import Body, ChatBody
@@ -72,20 +74,37 @@ async def create(request: HttpRequest) -> Response:
     body = await read_model(request, ResponsesBody, context.config.max_body_bytes)
     if body.background:
         raise UnsupportedError("background responses are not served", param="background")
-    history = _earlier(context, body, caller.key_id) + items_to_messages(body.input)
-    job = await prepare_chat(context, caller, to_chat(body, history), id_prefix="resp_")
-    view = ResponseView(job, body.model_dump(exclude={"input"}, exclude_none=True))
+    earlier = _earlier(context, body, caller.key_id)
+    items = Items(len(earlier) + bool(body.instructions))
+    items.add_all(body.input)
+    history = earlier + items.messages
+    with client_names(items.names | _names(body)):
+        job = await prepare_chat(context, caller, to_chat(body, history), id_prefix="resp_")
+        view = ResponseView(job, body.model_dump(exclude={"input"}, exclude_none=True))
 
-    def finish(delta: TextDelta) -> dict[str, Any]:
-        answer = view.finish(delta)
-        if body.store is not False:
-            conversation = [*history, view.message()]
-            size = len(to_json(conversation)) + len(to_json(answer))
-            context.stored.put(job.id, StoredResponse(caller.key_id, conversation, answer, size))
-        return answer
+        def finish(delta: TextDelta) -> dict[str, Any]:
+            answer = view.finish(delta)
+            if body.store is not False:
+                conversation = [*history, view.message()]
+                size = len(to_json(conversation)) + len(to_json(answer))
+                context.stored.put(job.id, StoredResponse(caller.key_id, conversation, answer, size))
+            return answer
 
-    events = _stream(job, view, finish) if body.stream else None
-    return await respond(request, job.generation, lambda: _collect(job, view, finish), events)
+        events = _stream(job, view, finish) if body.stream else None
+        return await respond(request, job.generation, lambda: _collect(job, view, finish), events)
+
+
+def _names(body: ResponsesBody) -> dict[str, str]:
+    """What this API calls the fields of the chat that a body becomes."""
+    return {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "response_format.json_schema": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "tool_choice.function": "tool_choice",
+        **{f"tools[{i}].function": f"tools[{i}]" for i in range(len(body.tools or ()))},
+    }
 
 
 async def retrieve(request: HttpRequest) -> Response:
@@ -167,7 +186,7 @@ def to_chat(body: ResponsesBody, history: list[dict[str, Any]]) -> ChatBody:
         "cache_salt": body.cache_salt,
         "priority": body.priority,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "tools": [_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or ())] or None,
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
         "tool_choice": _tool_choice(body.tool_choice),
         "response_format": _format(body.text),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
@@ -195,44 +214,67 @@ def _format(text: TextOptions | None) -> Any:
     return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
 
 
-def items_to_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Input items as chat messages; calls that follow each other belong to one turn of the assistant."""
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
-    for position, item in enumerate(items):
-        param = f"input.{position}"
+@dataclass(slots=True)
+class Items:
+    """Collects input items as chat messages, of which `num_before` stand before them in the chat.
+
+    `names` says of each message and its members which item they came from.
+    """
+
+    num_before: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def add_all(self, items: str | list[dict[str, Any]]) -> None:
+        """Add the `input` of a body. Raises UnsupportedError naming the item."""
+        if isinstance(items, str):
+            self._append("input", {"role": "user", "content": items})
+            self.names[f"{self._last_name}.content"] = "input"
+            return
+        for position, item in enumerate(items):
+            self._add(item, f"input[{position}]")
+
+    @property
+    def _last_name(self) -> str:
+        return f"messages[{self.num_before + len(self.messages) - 1}]"
+
+    def _append(self, param: str, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self.names[self._last_name] = param
+
+    def _add(self, item: dict[str, Any], param: str) -> None:
         match item.get("type", "message"):
             case "message":
-                _add_message(messages, item)
+                self._add_message(item, param)
             case "function_call":
-                call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                _assistant(messages).setdefault("tool_calls", []).append(
-                    {"id": item.get("call_id"), "type": "function", "function": call}
-                )
+                self._add_call(item, param)
             case "function_call_output":
-                output = item.get("output")
-                messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+                output, call_id = item.get("output"), item.get("call_id")
+                self._append(param, {"role": "tool", "content": output, "tool_call_id": call_id})
+                self.names[f"{self._last_name}.content"] = f"{param}.output"
+                self.names[f"{self._last_name}.tool_call_id"] = f"{param}.call_id"
             case "reasoning":
                 texts = [str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, dict)]
                 if texts:
-                    messages.append({"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)})
+                    thoughts = "\n".join(texts)
+                    self._append(param, {"role": "assistant", "content": None, "reasoning_content": thoughts})
             case kind:
                 raise UnsupportedError(f"{param}: items of type {str(kind)[:40]!r} are not served", param=param)
-    return messages
 
+    def _add_message(self, item: dict[str, Any], param: str) -> None:
+        """Add a message; what the assistant said after thinking belongs to the turn of its thoughts."""
+        last = self.messages[-1] if self.messages else {}
+        if item.get("role") == "assistant" and "reasoning_content" in last and last["content"] is None:
+            last["content"] = item.get("content")
+            self.names[f"{self._last_name}.content"] = f"{param}.content"
+        else:
+            self._append(param, {"role": item.get("role"), "content": item.get("content")})
 
-def _add_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Append a message; what the assistant said after thinking belongs to the turn of its thoughts."""
-    last = messages[-1] if messages else {}
-    if item.get("role") == "assistant" and "reasoning_content" in last and last["content"] is None:
-        last["content"] = item.get("content")
-    else:
-        messages.append({"role": item.get("role"), "content": item.get("content")})
-
-
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's turn at the end, made if there is none."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
+    def _add_call(self, item: dict[str, Any], param: str) -> None:
+        """Add a call; calls that follow each other, or a text, belong to one turn of the assistant."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self._append(param, {"role": "assistant", "content": None})
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        self.names[f"{self._last_name}.tool_calls[{len(calls)}].function"] = param
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        calls.append({"id": item.get("call_id"), "type": "function", "function": function})

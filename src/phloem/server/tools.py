@@ -145,7 +145,7 @@ def plan_tools(body: ChatBody, form: AnswerForm) -> ToolPlan:
     if len(by_name) < len(tools):
         raise InvalidRequestError("tools: two functions have the same name", param="tools")
     for position, tool in enumerate(tools):
-        json_schema(tool.function.parameters or {}, f"tools.{position}.function.parameters")
+        json_schema(tool.function.parameters or {}, f"tools[{position}].function.parameters")
     if choice == "none":
         return ToolPlan(form)
     forced: tuple[Tool, ...] = ()
