@@ -35,16 +35,7 @@ class Decoder::NormedInput {
       return;
     }
     const size_t ld = decoder.ld_hidden_, at = static_cast<size_t>(member.index()) * kLocalRows * ld;
-    float* floats = decoder.local_.data() + at * 2;  // values, then scales, sums and outliers of the groups
-    const size_t groups = kLocalRows * ld / kGroup;
-    float* scales = floats + kLocalRows * ld;
-    view_ = {floats,
-             decoder.local_quantised_.data() + at,
-             scales,
-             scales + groups,
-             scales + 2 * groups,
-             decoder.local_outlier_at_.data() + at / kGroup,
-             decoder.ld_hidden_};
+    view_ = decoder.local_quantised_.view(decoder.local_.data() + at, decoder.ld_hidden_, at);
   }
 
   // Only inside a unit: until its phase ends nobody changes x_.
@@ -72,10 +63,6 @@ void Decoder::reserve(int num_rows) {
   x_.reserve(rows * ld_hidden_);
   act_.reserve(rows * ld_hidden_);
   act_quantised_.reserve(rows * ld_hidden_);
-  act_scale_.reserve(rows * ld_hidden_ / kGroup);
-  act_sum_.reserve(rows * ld_hidden_ / kGroup);
-  act_outlier_.reserve(rows * ld_hidden_ / kGroup);
-  act_outlier_at_.reserve(rows * ld_hidden_ / kGroup);
   q_.reserve(rows * ld_q_);
   k_.reserve(rows * ld_kv_);
   v_.reserve(rows * ld_kv_);
@@ -83,14 +70,9 @@ void Decoder::reserve(int num_rows) {
   gate_.reserve(rows * ld_inter_);
   up_.reserve(rows * ld_inter_);
   quantised_.reserve(rows * ld_most_);
-  scale_.reserve(rows * ld_most_ / kGroup);
-  sum_.reserve(rows * ld_most_ / kGroup);
-  outlier_.reserve(rows * ld_most_ / kGroup);
-  outlier_at_.reserve(rows * ld_most_ / kGroup);
   temp_.reserve(threads * padded(config_.head_dim, kGroup));
-  local_.reserve(threads * kLocalRows * ld_hidden_ * 2);
+  local_.reserve(threads * kLocalRows * ld_hidden_);
   local_quantised_.reserve(threads * kLocalRows * ld_hidden_);
-  local_outlier_at_.reserve(threads * kLocalRows * ld_hidden_ / kGroup);
 }
 
 KvView Decoder::kv_view(int layer) const {
@@ -139,15 +121,9 @@ void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit
     const KvView kv = kv_view(i);
     project(member, layer, kv, rows);
     attention(member, layer, kv, rows);
-    add_product(
-        member, layer.o,
-        {attn_.data(), quantised_.data(), scale_.data(), sum_.data(), outlier_.data(), outlier_at_.data(), ld_q_},
-        rows.num_rows);
+    add_product(member, layer.o, quantised_.view(attn_.data(), ld_q_), rows.num_rows);
     gated(member, layer, rows.num_rows);
-    add_product(
-        member, layer.down,
-        {gate_.data(), quantised_.data(), scale_.data(), sum_.data(), outlier_.data(), outlier_at_.data(), ld_inter_},
-        rows.num_rows);
+    add_product(member, layer.down, quantised_.view(gate_.data(), ld_inter_), rows.num_rows);
   }
   member.for_each(hidden.count, [&](int i) {
     kernels_.rms_norm(x_.data() + static_cast<size_t>(hidden.rows[i]) * ld_hidden_, final_norm_.data(),
@@ -213,8 +189,7 @@ void Decoder::attention(Member& member, const DecoderLayer& layer, const KvView&
   const int columns = config_.num_heads / config_.num_kv_heads * config_.head_dim;
   const bool quantise = layer.o.weight->view().is_quantised();
   const bool by_head = quantise && columns % kGroup == 0;  // else a group of values straddles K/V heads
-  const ActView a{attn_.data(),    quantised_.data(),  scale_.data(), sum_.data(),
-                  outlier_.data(), outlier_at_.data(), ld_q_};
+  const ActView a = quantised_.view(attn_.data(), ld_q_);
   member.for_each(static_cast<int>(plan_.units.size()), [&](int i) {
     const AttentionUnit& unit = plan_.units[i];
     if (!attend_unit(unit, kv, rows, member.index()) || !by_head) return;
@@ -270,8 +245,7 @@ void Decoder::gated(Member& member, const DecoderLayer& layer, int num_rows) {
   const int panels = layer.gate.weight->view().panels();
   const Cut share = cut(layer.gate, ld_hidden_, num_rows, panels, kGroup / kPanel);
   const bool quantise = layer.down.weight->view().is_quantised();
-  const ActView out{gate_.data(),    quantised_.data(),  scale_.data(), sum_.data(),
-                    outlier_.data(), outlier_at_.data(), ld_inter_};
+  const ActView out = quantised_.view(gate_.data(), ld_inter_);
   member.for_each(share.units(), [&](int unit) {
     product(layer.gate, input.get(), share, unit, num_rows, gate_.data(), ld_inter_, false);
     product(layer.up, input.get(), share, unit, num_rows, up_.data(), ld_inter_, false);
@@ -296,8 +270,7 @@ void Decoder::quantize_columns(const ActView& a, int row, int begin, int end) {
 }
 
 ActView Decoder::normed_rows(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight) {
-  const ActView a{act_.data(),         act_quantised_.data(),  act_scale_.data(), act_sum_.data(),
-                  act_outlier_.data(), act_outlier_at_.data(), ld_hidden_};
+  const ActView a = act_quantised_.view(act_.data(), ld_hidden_);
   member.for_each(num_rows, [&](int row) {
     norm_row(x_.data() + static_cast<size_t>(picked ? picked[row] : row) * ld_hidden_, weight, a, row);
   });

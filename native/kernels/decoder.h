@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/activations.h"
 #include "kernels/attention_plan.h"
 #include "kernels/buffer.h"
 #include "kernels/kernel_table.h"
@@ -113,10 +114,8 @@ class Decoder {
   ZeroedMemory kv_, kv_scales_;
 
   int ld_hidden_, ld_q_, ld_kv_, ld_inter_, ld_most_;
-  Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, act_scale_, act_sum_, act_outlier_, scale_, sum_, outlier_,
-      states_, attend_scratch_, temp_, local_;
-  Workspace<int8_t> act_quantised_, quantised_, local_quantised_;
-  Workspace<uint8_t> act_outlier_at_, outlier_at_, local_outlier_at_;
+  Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, states_, attend_scratch_, temp_, local_;
+  QuantisedRows act_quantised_, quantised_, local_quantised_;
   std::vector<std::atomic<int>> finished_;  // supers done, per split block and head
   AttentionPlan plan_;
   size_t attend_scratch_stride_ = 0;

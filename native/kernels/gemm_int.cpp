@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kQ4Bytes = kGroup * kPanel / 2;
 constexpr int kQ8Bytes = kGroup * kPanel;
-constexpr size_t kPrefetchBytes = 4096;  // how far ahead of one or two rows their weights are asked for
 
 PHLOEM_INLINE void finish(const GemmArgs& args, int row, int panel, int half, F8 y) {
   float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel + 8 * half;
@@ -33,47 +32,142 @@ PHLOEM_INLINE void load_scales(const uint8_t* block, int half, F8* d, F8* m) {
 }
 
 template <WeightFormat kFormat>
-PHLOEM_INLINE F8 add_group(F8 y, I8 sum, F8 d, F8 m, float s, float s_sum) {
-  y = fma(__builtin_convertvector(sum, F8), d * splat(s), y);
-  if constexpr (kFormat != WeightFormat::q8) y = fma(m, splat(s_sum), y);
+PHLOEM_INLINE F8 add_group(F8 y, I8 sum, F8 d, F8 m, const ActGroup& a) {
+  y = fma(__builtin_convertvector(sum, F8), d * splat(a.scale), y);
+  if constexpr (kFormat != WeightFormat::q8) y = fma(m, splat(a.sum), y);
   return y;
 }
 
 #ifdef __AVX2__
 
-PHLOEM_INLINE __m256i load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-PHLOEM_INLINE __m256i four_activations(const int8_t* q) {
+template <WeightFormat kFormat>
+constexpr size_t kBlockBytes = kFormat == WeightFormat::q8    ? kQ8Bytes + 2 * kPanel
+                               : kFormat == WeightFormat::q4m ? kQ4Bytes + 4 * kPanel
+                                                              : kQ4Bytes + 2 * kPanel;
+
+PHLOEM_INLINE int32_t four_bytes(const int8_t* q) {
   int32_t raw;
   std::memcpy(&raw, q, 4);
-  return _mm256_set1_epi32(raw);
+  return raw;
 }
 
-// Sums of products u8 x s8 on their way to 32 bits. Without VNNI pairs are added in 16 bits and widened at the end: for
-// 4-bit weights the 16 products of a lane are at most 15 * 127 each and fit.
+// Asks for a block that is `ahead` bytes further on.
+template <WeightFormat kFormat>
+PHLOEM_INLINE void prefetch_block(const uint8_t* block, size_t ahead) {
+#pragma GCC unroll 16
+  for (size_t at = 0; at < kBlockBytes<kFormat>; at += 64) __builtin_prefetch(block + ahead + at);
+}
+
+#endif
+
+#if defined(__AVX512VNNI__)
+
+// A panel's 16 columns are the lanes of one register, and four products a lane are added to 32 bits at once. (Where an
+// intrinsic starts from an undefined register GCC 12 warns, so those are written as vector operations.)
+using F16 = float __attribute__((vector_size(64)));
+using I16 = int32_t __attribute__((vector_size(64)));
+using U16 = uint32_t __attribute__((vector_size(64)));
+
+constexpr int kMostRows = 8;
+
+PHLOEM_INLINE __m512i load_block(const uint8_t* p) { return _mm512_loadu_si512(p); }
+PHLOEM_INLINE __m512i splat_bytes(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
+PHLOEM_INLINE __m512 load_16_f16(const uint8_t* p) {
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+PHLOEM_INLINE __m512i add_products(__m512i sums, __m512i weights, const int8_t* q) {
+  return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(four_bytes(q)));
+}
+
+// Sums of one group for kRows rows. A sum is two chains, or few rows would wait for each addition.
+template <WeightFormat kFormat, int kRows>
+PHLOEM_INLINE void group_sums(const uint8_t* block, const int8_t* q, const ActGroup* groups, int64_t ld,
+                              __m512i sums[kRows]) {
+  __m512i more[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) sums[r] = more[r] = _mm512_setzero_si512();
+  if constexpr (kFormat == WeightFormat::q8) {
+    // Weights plus 128 are unsigned; what that adds is taken off first.
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) more[r] = _mm512_set1_epi32(-128 * groups[r * ld / kGroup].total);
+#pragma GCC unroll 4
+    for (int j = 0; j < 8; j += 2) {
+      const __m512i even = _mm512_xor_si512(load_block(block + 64 * j), splat_bytes(128));
+      const __m512i odd = _mm512_xor_si512(load_block(block + 64 * j + 64), splat_bytes(128));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sums[r] = add_products(sums[r], even, q + r * ld + 4 * j);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) more[r] = add_products(more[r], odd, q + r * ld + 4 * j + 4);
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i pairs = load_block(block + 64 * j);
+      const __m512i low = _mm512_and_si512(pairs, splat_bytes(15));
+      const __m512i high =
+          _mm512_and_si512(reinterpret_cast<__m512i>(reinterpret_cast<U16>(pairs) >> 4), splat_bytes(15));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sums[r] = add_products(sums[r], low, q + r * ld + 8 * j);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) more[r] = add_products(more[r], high, q + r * ld + 8 * j + 4);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) sums[r] = _mm512_add_epi32(sums[r], more[r]);
+}
+
+template <WeightFormat kFormat, int kRows>
+void tile(const GemmArgs& args, int row, int panel, size_t ahead) {
+  const MatrixView& w = *args.w;
+  const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
+  const int64_t ld = args.a.ld, ld_group = ld / kGroup;
+  const int8_t* q = args.a.q + row * ld;
+  const ActGroup* groups = args.a.groups + row * ld_group;
+  __m512 y[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) y[r] = _mm512_setzero_ps();
+  for (int g = 0; g < w.groups; ++g, block += kBlockBytes<kFormat>, q += kGroup, ++groups) {
+    if (ahead) prefetch_block<kFormat>(block, ahead);
+    __m512i sums[kRows];
+    group_sums<kFormat, kRows>(block, q, groups, ld, sums);
+    const uint8_t* scales = block + (kFormat == WeightFormat::q8 ? kQ8Bytes : kQ4Bytes);
+    const __m512 d = load_16_f16(scales);
+    __m512 m = _mm512_setzero_ps();
+    if constexpr (kFormat == WeightFormat::q4m) m = load_16_f16(scales + 2 * kPanel);
+    if constexpr (kFormat == WeightFormat::q4) m = _mm512_mul_ps(d, _mm512_set1_ps(-8.0f));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const ActGroup& a = groups[r * ld_group];
+      const F16 sum = __builtin_convertvector(reinterpret_cast<I16>(sums[r]), F16);
+      y[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(d, _mm512_set1_ps(a.scale)), y[r]);
+      if constexpr (kFormat != WeightFormat::q8) y[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(a.sum), y[r]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    finish(args, row + r, panel, 0, __builtin_shufflevector(y[r], y[r], 0, 1, 2, 3, 4, 5, 6, 7));
+    finish(args, row + r, panel, 1, __builtin_shufflevector(y[r], y[r], 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kMostRows = 4;
+
+PHLOEM_INLINE __m256i load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+PHLOEM_INLINE __m256i four_activations(const int8_t* q) { return _mm256_set1_epi32(four_bytes(q)); }
+
+// Pairs of products u8 x s8 are added in 16 bits and widened at the end of the group: for 4-bit weights the 16 products
+// of a lane are at most 15 * 127 each and fit.
 PHLOEM_INLINE __m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
-#ifdef __AVX512VNNI__
-  return _mm256_dpbusd_epi32(sums, weights, activations);
-#else
   return in_register(_mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, activations)));
-#endif
 }
-PHLOEM_INLINE __m256i widened(__m256i sums) {
-#ifdef __AVX512VNNI__
-  return sums;
-#else
-  return _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-#endif
-}
+PHLOEM_INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // The same for 8-bit weights, whose pairs must be widened at once (2 * 127 * 127 fits 16 bits): |w| times the
 // activation with w's sign.
 PHLOEM_INLINE __m256i add_wide_products(__m256i sums, __m256i weights, __m256i magnitudes, __m256i activations) {
-  const __m256i signed_activations = _mm256_sign_epi8(activations, weights);
-#ifdef __AVX512VNNI__
-  return _mm256_dpbusd_epi32(sums, magnitudes, signed_activations);
-#else
-  const __m256i pairs = _mm256_maddubs_epi16(magnitudes, signed_activations);
-  return in_register(_mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
-#endif
+  const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(activations, weights));
+  return in_register(_mm256_add_epi32(sums, widened(pairs)));
 }
 
 template <int kRows>
@@ -124,24 +218,17 @@ PHLOEM_INLINE void group_sums_q8(const uint8_t* block, const int8_t* q, int64_t 
 }
 
 template <WeightFormat kFormat, int kRows>
-void tile(const GemmArgs& args, int row, int panel) {
+void tile(const GemmArgs& args, int row, int panel, size_t ahead) {
   const MatrixView& w = *args.w;
-  constexpr size_t kBlockBytes = kFormat == WeightFormat::q8    ? kQ8Bytes + 2 * kPanel
-                                 : kFormat == WeightFormat::q4m ? kQ4Bytes + 4 * kPanel
-                                                                : kQ4Bytes + 2 * kPanel;
   const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
   const int64_t ld = args.a.ld, ld_group = ld / kGroup;
   const int8_t* q = args.a.q + row * ld;
-  const float* s = args.a.scale + row * ld_group;
-  const float* s_sum = args.a.sum + row * ld_group;
+  const ActGroup* groups = args.a.groups + row * ld_group;
   F8 y[kRows][2];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) y[r][0] = y[r][1] = splat(0.0f);
-  for (int g = 0; g < w.groups; ++g, block += kBlockBytes) {
-    if constexpr (kRows <= 2) {  // few rows wait for memory
-#pragma GCC unroll 16
-      for (size_t at = 0; at < kBlockBytes; at += 64) __builtin_prefetch(block + kPrefetchBytes + at);
-    }
+  for (int g = 0; g < w.groups; ++g, block += kBlockBytes<kFormat>, ++groups) {
+    if (ahead) prefetch_block<kFormat>(block, ahead);
     __m256i sums[kRows][2];
     if constexpr (kFormat == WeightFormat::q8) {
       group_sums_q8<kRows>(block, q + g * kGroup, ld, sums);
@@ -152,9 +239,8 @@ void tile(const GemmArgs& args, int row, int panel) {
     for (int h = 0; h < 2; ++h) load_scales<kFormat>(block, h, &d[h], &m[h]);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const int64_t i = r * ld_group + g;
       for (int h = 0; h < 2; ++h)
-        y[r][h] = add_group<kFormat>(y[r][h], reinterpret_cast<I8>(sums[r][h]), d[h], m[h], s[i], s_sum[i]);
+        y[r][h] = add_group<kFormat>(y[r][h], reinterpret_cast<I8>(sums[r][h]), d[h], m[h], groups[r * ld_group]);
     }
   }
 #pragma GCC unroll 8
@@ -162,16 +248,31 @@ void tile(const GemmArgs& args, int row, int panel) {
     for (int h = 0; h < 2; ++h) finish(args, row + r, panel, h, y[r][h]);
 }
 
+#endif
+
+#ifdef __AVX2__
+
+// How far ahead the first tile of a panel asks for weights. Few rows wait for memory: one or two for the blocks that
+// follow, more for the panel that follows.
+size_t prefetch_distance(const GemmArgs& args) {
+  const int rows = args.row_end - args.row_begin;
+  return rows <= 2 ? 4096 : rows <= 32 ? args.w->panel_bytes : 0;
+}
+
 template <WeightFormat kFormat>
 void all_tiles(const GemmArgs& args) {
   for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
     int row = args.row_begin;
-    for (; row + 4 <= args.row_end; row += 4) tile<kFormat, 4>(args, row, panel);
-    if (row + 2 <= args.row_end) {
-      tile<kFormat, 2>(args, row, panel);
-      row += 2;
-    }
-    if (row < args.row_end) tile<kFormat, 1>(args, row, panel);
+    size_t ahead = prefetch_distance(args);
+    const auto next_rows = [&]<int kRows>() {
+      tile<kFormat, kRows>(args, row, panel, ahead);
+      row += kRows;
+      ahead = 0;
+    };
+    while (row + kMostRows <= args.row_end) next_rows.template operator()<kMostRows>();
+    if (row + 4 <= args.row_end) next_rows.template operator()<4>();
+    if (row + 2 <= args.row_end) next_rows.template operator()<2>();
+    if (row < args.row_end) next_rows.template operator()<1>();
   }
 }
 
@@ -212,7 +313,7 @@ void all_tiles(const GemmArgs& args) {
           F8 d, m = {};
           load_scales<kFormat>(block, half, &d, &m);
           const I8 sum = group_sum<kFormat>(block, args.a.q + at + g * kGroup, half);
-          y = add_group<kFormat>(y, sum, d, m, args.a.scale[at / kGroup + g], args.a.sum[at / kGroup + g]);
+          y = add_group<kFormat>(y, sum, d, m, args.a.groups[at / kGroup + g]);
         }
         finish(args, row, panel, half, y);
       }
@@ -235,54 +336,99 @@ PHLOEM_INLINE I8 stored_weights(const uint8_t* block, int k, int half) {
   }
 }
 
-// Adds outlier value times weight to the panel's outputs of the row.
+struct Outlier {
+  int row, group, place;
+};
+
+// Adds each outlier's value times its weights to the outputs of its row. Neighbours of one column share its weights.
 template <WeightFormat kFormat>
-void add_outlier(const GemmArgs& args, int row, int panel, int group, int k, float value) {
+void add_outliers(const GemmArgs& args, const Outlier* outliers, int count) {
   const MatrixView& w = *args.w;
-  const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes + group * (w.panel_bytes / w.groups);
-  for (int half = 0; half < 2; ++half) {
-    float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel + 8 * half;
-    F8 d, m = {};
-    load_scales<kFormat>(block, half, &d, &m);
-    const F8 weights = fma(__builtin_convertvector(stored_weights<kFormat>(block, k, half), F8), d, m);
-    store(out, fma(splat(value), weights, load(out)));
+  const size_t block_bytes = w.panel_bytes / w.groups;
+  const int64_t ld_group = args.a.ld / kGroup;
+  for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
+    const uint8_t* blocks = w.data + static_cast<size_t>(panel) * w.panel_bytes;
+    F8 weights[2] = {};
+    for (int i = 0; i < count; ++i) {
+      const auto [row, group, place] = outliers[i];
+      if (i == 0 || group != outliers[i - 1].group || place != outliers[i - 1].place) {
+        const uint8_t* block = blocks + group * block_bytes;
+        for (int half = 0; half < 2; ++half) {
+          F8 d, m = {};
+          load_scales<kFormat>(block, half, &d, &m);
+          weights[half] = fma(__builtin_convertvector(stored_weights<kFormat>(block, place, half), F8), d, m);
+        }
+      }
+      const F8 value = splat(args.a.groups[row * ld_group + group].outlier);
+      float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel;
+      for (int half = 0; half < 2; ++half) store(out + 8 * half, fma(value, weights[half], load(out + 8 * half)));
+    }
   }
 }
 
+PHLOEM_INLINE uint64_t up_to_eight_bytes(const uint8_t* p, int count) {
+  uint64_t bytes = 0;
+  if (count == 8) {
+    std::memcpy(&bytes, p, 8);
+  } else {
+    for (int i = 0; i < count; ++i) bytes |= static_cast<uint64_t>(p[i]) << 8 * i;
+  }
+  return bytes;
+}
+
+// Goes through the groups in ascending order and, since a column tends to stand out in many rows, in each through all
+// rows. Most groups have none.
 template <WeightFormat kFormat>
-void add_outliers(const GemmArgs& args) {
+void find_and_add_outliers(const GemmArgs& args) {
+  constexpr int kMost = 256;
+  Outlier found[kMost];
+  int count = 0;
   const int groups = args.a.ld / kGroup;
-  const uint8_t* places = args.a.outlier_at + static_cast<int64_t>(args.row_begin) * groups;
-  const int count = (args.row_end - args.row_begin) * groups;
-  for (int i = 0; i < count; ++i) {
-    uint64_t eight;
-    if (i % 8 == 0 && i + 8 <= count) {
-      // Most groups have none.
-      std::memcpy(&eight, places + i, 8);
-      if (eight == 0) {
-        i += 7;
-        continue;
+  for (int first = 0; first < groups; first += 8) {
+    const int width = min_of(8, groups - first);
+    uint64_t any = 0;
+    for (int row = args.row_begin; row < args.row_end; ++row)
+      any |= up_to_eight_bytes(args.a.outlier_at + static_cast<int64_t>(row) * groups + first, width);
+    for (int group = first; any; ++group, any >>= 8) {
+      if ((any & 255) == 0) continue;
+      for (int row = args.row_begin; row < args.row_end; ++row) {
+        const int at = args.a.outlier_at[static_cast<int64_t>(row) * groups + group];
+        if (at == 0) continue;
+        if (count == kMost) {
+          add_outliers<kFormat>(args, found, count);
+          count = 0;
+        }
+        found[count++] = {row, group, at - 1};
       }
     }
-    if (places[i] == 0) continue;
-    const int row = args.row_begin + i / groups, group = i % groups;
-    const float value = args.a.outlier[static_cast<int64_t>(row) * groups + group];
-    for (int panel = args.panel_begin; panel < args.panel_end; ++panel)
-      add_outlier<kFormat>(args, row, panel, group, places[i] - 1, value);
   }
+  add_outliers<kFormat>(args, found, count);
 }
 
 template <WeightFormat kFormat>
 void product(const GemmArgs& args) {
   all_tiles<kFormat>(args);
-  add_outliers<kFormat>(args);
+  find_and_add_outliers<kFormat>(args);
 }
 
 }  // namespace
 
 int64_t count_peak(int64_t rounds) {
   constexpr int kChains = 12;
-#ifdef __AVX2__
+#if defined(__AVX512VNNI__)
+  __m512i sums[kChains] = {};
+  __m512i a = splat_bytes(3);
+  const __m512i b = splat_bytes(1);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < kChains; ++j) {
+      asm volatile("" : "+v"(a));  // else the compiler sees that the product never changes
+      sums[j] = _mm512_dpbusd_epi32(sums[j], a, b);
+    }
+  }
+  for (int j = 0; j < kChains; ++j) asm volatile("" : : "v"(sums[j]));
+  return rounds * kChains * 64 * 2;
+#elif defined(__AVX2__)
   __m256i sums[kChains] = {};
   __m256i a = _mm256_set1_epi8(3);
   const __m256i b = _mm256_set1_epi8(1);

@@ -31,14 +31,20 @@ struct MatrixView {
   bool is_quantised() const { return format <= WeightFormat::q8; }
 };
 
-// Rows of activations: float, or int8 with scale and scale * sum(q) per group, or both. A value that stands out from
-// its group is left out of q and kept as a float, or it would cost the other 31 their precision.
+// What the int8 values of a group stand for. A value that stands out from its group is left out of them and kept as a
+// float, or it would cost the other 31 their precision.
+struct ActGroup {
+  float scale;
+  float sum;  // scale * total
+  float outlier;
+  int32_t total;  // of the int8 values
+};
+
+// Rows of activations: float, or int8 with what belongs to it, or both.
 struct ActView {
   float* f;             // [rows, ld]
   int8_t* q;            // [rows, ld]
-  float* scale;         // [rows, ld / kGroup]
-  float* sum;           // [rows, ld / kGroup]
-  float* outlier;       // [rows, ld / kGroup]
+  ActGroup* groups;     // [rows, ld / kGroup]
   uint8_t* outlier_at;  // [rows, ld / kGroup]: place in the group plus one, 0 for none
   int ld;
 };

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <vector>
 
+#include "kernels/activations.h"
 #include "kernels/thread_pool.h"
 
 namespace phloem {
@@ -18,13 +19,8 @@ struct Product {
       : w(matrix.view()), kernels(kernels), pool(num_threads), rows(rows), ld(w.groups * kGroup) {
     const size_t count = static_cast<size_t>(rows) * ld;
     ld_out = static_cast<int64_t>(w.panels()) * kPanel;
-    a = {f.reserve(count),
-         q.reserve(count),
-         scale.reserve(count / kGroup),
-         sum.reserve(count / kGroup),
-         outlier.reserve(count / kGroup),
-         outlier_at.reserve(count / kGroup),
-         ld};
+    quantised.reserve(count);
+    a = quantised.view(f.reserve(count), ld);
     y.reserve(static_cast<size_t>(rows) * ld_out);
   }
 
@@ -50,9 +46,8 @@ struct Product {
   ThreadPool pool;
   int rows, ld;
   int64_t ld_out;
-  Workspace<float> f, scale, sum, outlier, y;
-  Workspace<int8_t> q;
-  Workspace<uint8_t> outlier_at;
+  Workspace<float> f, y;
+  QuantisedRows quantised;
   ActView a;
 };
 

@@ -56,13 +56,13 @@ void quantize_row(const ActView& a, int row, int begin, int count) {
     const Extremes found = extremes(v);
     float amax = found.largest;
     a.outlier_at[g] = 0;
-    a.outlier[g] = 0.0f;
+    float outlier = 0.0f;
     if (found.largest > kOutlierRatio * found.second && found.largest > 1e-30f) {
       int place = 0;
       while (place < kGroup - 1 && __builtin_fabsf(x[place]) != found.largest) ++place;
       v[place / 8][place % 8] = 0.0f;
       a.outlier_at[g] = static_cast<uint8_t>(place + 1);
-      a.outlier[g] = x[place];
+      outlier = x[place];
       amax = found.second;
     }
     const F8 inverse = splat(amax > 1e-30f ? 127.0f / amax : 0.0f);
@@ -70,8 +70,8 @@ void quantize_row(const ActView& a, int row, int begin, int count) {
     for (int j = 0; j < 4; ++j) total += store_i8(q + 8 * j, v[j] * inverse);
     int32_t whole = 0;
     for (int i = 0; i < 8; ++i) whole += total[i];
-    a.scale[g] = amax > 1e-30f ? amax * (1.0f / 127.0f) : 0.0f;
-    a.sum[g] = a.scale[g] * static_cast<float>(whole);
+    const float scale = amax > 1e-30f ? amax * (1.0f / 127.0f) : 0.0f;
+    a.groups[g] = {scale, scale * static_cast<float>(whole), outlier, whole};
   }
 }
 
