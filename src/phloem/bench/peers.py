@@ -88,18 +88,25 @@ def _stamp(place: Place, name: str) -> Path:
 
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
 LLAMA_OFF = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL", "TOOLS_INSTALL")
-LLAMA_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *(f"-DLLAMA_{name}=OFF" for name in LLAMA_OFF))
+LLAMA_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-DLLAMA_{name}=OFF" for name in LLAMA_OFF))
+
+
+def llama_libraries(place: Place) -> Path:
+    """The folder that llama-server and the shared libraries of llama.cpp are built into."""
+    return place.root / "llama-build" / "bin"
 
 
 def _llama_binary(place: Place) -> Path:
-    return place.root / "llama-build" / "bin" / "llama-server"
+    return llama_libraries(place) / "llama-server"
 
 
-def _prepare_llama(place: Place) -> None:
-    """Build llama-server from the sources that the sdist of llama-cpp-python holds.
+def build_llama(place: Place) -> None:
+    """Build llama-server, for this machine's own CPU, from the sources that the sdist of llama-cpp-python holds.
 
-    The Python server of that package answers one request at a time; llama-server is the fair peer.
+    The Python server of that package answers one request at a time; llama-server is the fair peer. Takes minutes.
     """
+    if _llama_binary(place).exists():
+        return
     sdist = place.root / "sdist"
     source, build = place.root / "llama-source", place.root / "llama-build"
     # Only this package as source: its build tools may come ready-made.
@@ -176,7 +183,7 @@ def _cores() -> int:
 
 
 PEERS = (
-    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, _prepare_llama, _llama_command),
+    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, build_llama, _llama_command),
     Peer(
         "vLLM",
         "float32",

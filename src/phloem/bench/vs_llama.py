@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from phloem import __version__
 from phloem.bench import metrics, vs_worker
-from phloem.bench.peers import LLAMA_SDIST, PeerError, Place, run_logged
+from phloem.bench.peers import LLAMA_SDIST, PeerError, Place, build_llama, llama_libraries, run_logged
 from phloem.models.find_model import find_model
 
 PEER = "llama-cpp-python"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     tried = [(threads, flash) for threads in arguments.threads for flash in arguments.flash]
     settings = best_settings(lambda setting: llama(place, place.model, setting), tried, arguments.cases)
-    ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores)]
+    ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores), "auto"]
     engines = {US: dict.fromkeys(settings, ours)}
     for name, model in models.items():
         engines[f"llama.cpp {name}"] = {kind: llama(place, model, settings[kind]) for kind in settings}
@@ -74,12 +74,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def install(place: Place) -> None:
-    """Build llama-cpp-python for this machine's own CPU, in an environment of its own. Takes minutes, once."""
+    """Install llama-cpp-python in an environment of its own, over the libraries built with llama-server."""
     complete = place.root / PEER / "complete"
     if complete.exists():
         return
+    build_llama(place)
     python = str(place.python(PEER))
-    flags = {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(len(os.sched_getaffinity(0)))}
+    flags = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF"}
     make = [sys.executable, "-m", "venv", str(place.root / PEER)]
     run_logged(place, PEER, make, [python, "-m", "pip", "install", "--no-binary", PEER, LLAMA_SDIST], env=flags)
     complete.touch()
@@ -99,7 +100,7 @@ def typed_model(place: Place, name: str) -> Path:
 
 def worker(place: Place) -> list[str]:
     """vs_worker under llama.cpp's interpreter."""
-    return [str(place.python(PEER)), "-P", vs_worker.__file__]
+    return ["env", f"LLAMA_CPP_LIB_PATH={llama_libraries(place)}", str(place.python(PEER)), "-P", vs_worker.__file__]
 
 
 def llama(place: Place, model: Path, setting: Setting) -> list[str]:

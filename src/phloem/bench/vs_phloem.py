@@ -1,4 +1,4 @@
-"""phloem's side of `phloem bench vs-llama`: `python -m phloem.bench.vs_phloem MODEL THREADS`.
+"""phloem's side of `phloem bench vs-llama`: `python -m phloem.bench.vs_phloem MODEL THREADS ISA`.
 
 Owns how a case becomes step plans. Must not know cases, clocks or the other engine.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from phloem.bench.vs_worker import MAX_LEN, NUM_DECODED, NUM_STREAMS, STREAM_PROMPT, answer
+from phloem.config import Isa
 from phloem.models.load import load_model
 from phloem.runner.native_runner import NativeRunner
 from phloem.types import LogitRow, SamplingParams, StepPlan
@@ -22,10 +24,10 @@ _NO_TOKENS = np.zeros(0, np.int32)
 class Phloem:
     """The native runner: a step as the scheduler hands it over, and its sampler."""
 
-    def __init__(self, model: str, num_threads: int) -> None:
+    def __init__(self, model: str, num_threads: int, isa: Isa) -> None:
         loaded = load_model(model)
         num_slots = max(MAX_LEN, NUM_STREAMS * (STREAM_PROMPT + NUM_DECODED))
-        self._runner = NativeRunner(loaded.spec, loaded.weights, num_slots=num_slots, num_threads=num_threads)
+        self._runner = NativeRunner(loaded.spec, loaded.weights, num_slots=num_slots, num_threads=num_threads, isa=isa)
         self._slots = np.arange(num_slots, dtype=np.int32)
 
     def forward(self, tokens: Sequence[Sequence[int]], position: int) -> list[int]:
@@ -48,8 +50,8 @@ class Phloem:
 
 def run(argv: Sequence[str]) -> None:
     """Serve the benchmark's requests on standard input and output."""
-    model, num_threads = argv
-    answer(Phloem(model, int(num_threads)), sys.stdin, sys.stdout)
+    model, num_threads, isa = argv
+    answer(Phloem(model, int(num_threads), cast(Isa, isa)), sys.stdin, sys.stdout)
 
 
 if __name__ == "__main__":
