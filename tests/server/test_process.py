@@ -212,9 +212,10 @@ def test_unread_streams_do_not_hold_the_process(start: Callable[..., Process], s
     if second:
         time.sleep(0.5)
         process.popen.send_signal(signal.SIGINT)
-    process.popen.communicate(timeout=20.0)
+    _, errors = process.popen.communicate(timeout=20.0)
     assert process.popen.returncode == 0
     assert time.monotonic() - began < 10.0
+    assert "Traceback" not in errors, errors
     for connection in connections:
         connection.close()
 

@@ -215,6 +215,8 @@ class ServerProcess:
                 await asyncio.to_thread(engine.close)
         self._server.should_exit = True
         await serving
+        if self._server.force_exit:  # then uvicorn leaves the app waiting, which would end it with a stack trace
+            await self._server.lifespan.shutdown()
 
     async def _count_down(self, engine: Engine) -> None:
         """Say once a second how many requests are still running, and for how long they may."""
