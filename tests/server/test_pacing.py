@@ -68,6 +68,51 @@ def test_large_prompts_do_not_hold_up_running_streams(serve: Serve) -> None:
     assert max(gaps) < 0.7, max(gaps)
 
 
+def many(before: str, part: str, after: str, count: int) -> bytes:
+    """A body with a list of that many parts."""
+    return f"{{{before}[{part * count}{part.rstrip(',')}]{after}}}".encode()
+
+
+USER = '"messages":[{"role":"user","content":"x"}],'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", many('"prompt":', "1,", "", 1_900_000), 400, "prompt"),
+        ("/v1/completions", many('"prompt":', "1,", "", 2_100_000), 413, None),
+        ("/v1/completions", many('"prompt":', "[],", "", 480_000), 400, "prompt"),
+        ("/v1/completions", many('"prompt":', "[],", "", 600_000), 413, None),
+        ("/v1/chat/completions", many('"messages":', "1,", "", 1_900_000), 400, "messages[0]"),
+        ("/v1/chat/completions", many('"messages":[{"role":"user","content":', '"",', "}]", 900_000), 400, "messages"),
+        ("/v1/chat/completions", many(USER + '"tools":', "1,", "", 1_900_000), 400, "tools"),
+        ("/v1/chat/completions", many(USER + '"guided_choice":', '"a",', "", 1_900_000), 400, "guided_choice"),
+        ("/v1/chat/completions", many(USER + '"guided_json":{"enum":', "1,", "}", 1_900_000), 400, "guided_json"),
+        ("/v1/responses", many('"input":', "1,", "", 1_900_000), 400, "input[0]"),
+        ("/detokenize", many('"tokens":', '"a",', "", 1_900_000), 400, "tokens[0]"),
+        ("/generate", many('"text":"a","sampling_params":', "1,", "", 1_900_000), 400, "sampling_params"),
+    ],
+)
+def test_bodies_of_many_small_parts_are_refused_soon(
+    serve: Serve, path: str, body: bytes, status: int, param: str | None
+) -> None:
+    """Each wrong item of a list would be an error of its own: half a minute and 2 GB for a body of 4 MB."""
+    server = serve(FakeEngine())
+    began = time.monotonic()
+    response = server.http.post(path, content=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+    assert time.monotonic() - began < 8.0
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "chat_template_kwargs"])
+def test_maps_of_many_entries_are_refused_soon(serve: Serve, field: str) -> None:
+    entries = ",".join(f'"k{number}":"x"' for number in range(500_000))
+    began = time.monotonic()
+    response = serve().http.post("/v1/chat/completions", content=f'{{{USER}"{field}":{{{entries}}}}}')
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    assert time.monotonic() - began < 8.0
+
+
 async def run_stream(events: AsyncGenerator[bytes, None], receive: Any, **options: Any) -> tuple[list[Message], bool]:
     """Messages that a stream sends, and whether its generation was closed."""
     sent: list[Message] = []

@@ -72,10 +72,16 @@ def json_schema(schema: Any, param: str) -> Grammar:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{param}: a JSON schema must be an object or true, got {_name(schema)}", param=param)
-    patterns = _patterns(schema, param)
-    for pattern in patterns:
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    _check_size(text, param)
+    for pattern in _patterns(schema, param):
         check_repeats(pattern, param)
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+    return Grammar("json_schema", text)
+
+
+def _check_size(text: str, param: str) -> None:
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(f"{param} may have at most {MAX_GRAMMAR_BYTES} characters", param=param)
 
 
 def choice_regex(choices: Sequence[str]) -> Grammar:
@@ -222,8 +228,7 @@ class GrammarCompiler:
         return tuple(GrammarMasker(matcher.deep_copy(), self._num_words, self._end_ids) for _ in range(count))
 
     def _compile(self, grammar: Grammar, param: str) -> LLMatcher:
-        if len(grammar.text) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(f"{param} may have at most {MAX_GRAMMAR_BYTES} characters", param=param)
+        _check_size(grammar.text, param)
         if grammar.kind in ("regex", "ebnf"):
             check_repeats(grammar.text, param)
         try:

@@ -55,7 +55,8 @@ class Tokenizer:
 
         `add_special` puts BOS in front (and EOS behind) where the model wants it, but never a second BOS.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # The call for batches, since it alone lets other threads run meanwhile: a long text takes seconds.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not add_special:
             return ids
         start = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
@@ -63,7 +64,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that form no character become U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        text: str = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         return text
 
     def token_bytes(self, token_id: int) -> bytes:

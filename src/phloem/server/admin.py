@@ -21,7 +21,6 @@ from phloem.server.messages import Conversation, check_template_kwargs, normalis
 from phloem.server.prompts import check_length
 from phloem.server.protocol import DetokenizeBody, TokenizeBody
 
-MAX_DETOKENIZE = 1 << 20
 _SECRET_FIELDS = frozenset({"api_keys", "admin_api_key"})
 
 
@@ -99,14 +98,15 @@ async def tokenize(request: HttpRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     if body.messages is not None:
-        conversation = Conversation(
-            messages=normalise(body.messages),
-            tools=tools_as_json(body.tools),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=check_template_kwargs(body.chat_template_kwargs, body.chat_template),
-        )
+        messages = body.messages
 
         def encode() -> list[int]:
+            conversation = Conversation(
+                messages=normalise(messages),
+                tools=tools_as_json(body.tools),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                template_kwargs=check_template_kwargs(body.chat_template_kwargs, body.chat_template),
+            )
             text = render(engine, conversation)
             check_length(engine, text)
             return engine.tokenizer.encode(text, bool(body.add_special_tokens))
@@ -130,8 +130,6 @@ async def detokenize(request: HttpRequest) -> Response:
     body = await read_model(request, DetokenizeBody, context.config.max_body_bytes)
     context.check_model(body.model)
     ids, size = body.tokens, context.engine.tokenizer.vocab_size
-    if len(ids) > MAX_DETOKENIZE:
-        raise InvalidRequestError(f"tokens may hold at most {MAX_DETOKENIZE} ids, got {len(ids)}", param="tokens")
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise InvalidRequestError(f"tokens must lie inside the vocabulary (0 to {size - 1})", param="tokens")
     text = await context.in_pool(lambda: context.engine.tokenizer.decode(ids, bool(body.skip_special_tokens)))

@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
@@ -24,7 +24,7 @@ from phloem.server.chat_job import ChatJob, chat_body, encode_chat, prepare_chat
 from phloem.server.client_names import client_names
 from phloem.server.context import caller_of, context_of
 from phloem.server.http_errors import anthropic_error, json_response
-from phloem.server.protocol import Body, ChatBody
+from phloem.server.protocol import MAX_STOPS, MAX_TOOLS, Body, ChatBody, Objects, StopString
 from phloem.server.sse import event
 from phloem.types import FinishReason, TextDelta
 
@@ -56,12 +56,12 @@ class MessagesBody(Body):
     """POST /v1/messages and /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_tokens: int | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[MessagesTool] | None = None
+    system: str | Objects | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,7 +80,8 @@ async def messages(request: HttpRequest) -> Response:
         raise InvalidRequestError("max_tokens is missing", param="max_tokens")
     names: dict[str, str] = {}
     with client_names(names):
-        job = await prepare_chat(context, caller_of(request), to_chat(body, names), id_prefix="msg_")
+        chat = await context.in_pool(lambda: to_chat(body, names))
+        job = await prepare_chat(context, caller_of(request), chat, id_prefix="msg_")
         view = MessagesView(job)
         return await respond(request, job.generation, view.collect, view.stream() if body.stream else None)
 
@@ -92,7 +93,8 @@ async def count_tokens(request: HttpRequest) -> Response:
     context.check_model(body.model)
     names: dict[str, str] = {}
     with client_names(names):
-        prompt, _ = await encode_chat(context, to_chat(body, names))
+        engine, form = context.engine, context.answer_form
+        prompt, _ = await context.in_pool(lambda: encode_chat(engine, form, to_chat(body, names)))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

@@ -19,6 +19,9 @@ from phloem.server.http_errors import from_validation
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
 
+_MAX_CONTAINERS = 500_000
+_MAX_VALUES = 2_000_000
+
 BODY_TIMEOUT_S = 120.0
 """Most seconds that a client may take to send its body."""
 
@@ -30,6 +33,7 @@ async def read_model(request: Request, kind: type[M], max_bytes: int) -> M:
     at most 200 deep (the parser's own limit). Fields that the model does not know are ignored.
     """
     content = await read_body(request, max_bytes)
+    check_structure(content)
     try:
         data = from_json(content or b"{}", allow_inf_nan=True)
     except ValueError as error:
@@ -45,6 +49,16 @@ async def read_model(request: Request, kind: type[M], max_bytes: int) -> M:
         return kind.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def check_structure(content: bytes) -> None:
+    """Refuse bodies whose many small parts would keep the event loop busy for seconds. Counts what texts hold too."""
+    if len(content) > _MAX_CONTAINERS:
+        containers = content.count(b"[") + content.count(b"{")
+        if containers > _MAX_CONTAINERS or content.count(b",") > _MAX_VALUES:
+            raise PayloadTooLargeError(
+                f"the body may hold at most {_MAX_CONTAINERS} opening brackets and {_MAX_VALUES} commas"
+            )
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from phloem.errors import InvalidRequestError, UnsupportedError
 from phloem.server.client_names import Names, client_names
 from phloem.server.context import Caller, ServerContext
-from phloem.server.engine_api import Tokenizer
+from phloem.server.engine_api import Engine, Tokenizer
 from phloem.server.events import AnswerParser, Event, Reasoning
 from phloem.server.generation import Generation
 from phloem.server.http_errors import from_validation
@@ -32,7 +32,7 @@ from phloem.server.reasoning import opens_thoughts
 from phloem.server.requests import make_request
 from phloem.server.sampling import CONSTRAINED, chat_max_tokens, num_choices, sampling_params
 from phloem.server.structured import AnswerGrammar, answer_grammar
-from phloem.server.tools import ToolPlan, calls_or, forced_grammar, plan_tools, with_instructions
+from phloem.server.tools import AnswerForm, ToolPlan, calls_or, forced_grammar, plan_tools, with_instructions
 from phloem.types import TextDelta
 
 
@@ -78,8 +78,14 @@ async def _prepare(context: ServerContext, caller: Caller, body: ChatBody, id_pr
     model = context.check_model(body.model)
     n = num_choices(body)
     check_chat_fields(body)
-    prompt, plan = await encode_chat(context, body)
-    masker = await context.maskers(chat_grammar(body, plan, context.engine.tokenizer), n)
+    engine, form = context.engine, context.answer_form
+
+    def encode() -> tuple[Prompt, ToolPlan, AnswerGrammar | None]:
+        prompt, plan = encode_chat(engine, form, body)
+        return prompt, plan, chat_grammar(body, plan, engine.tokenizer)
+
+    prompt, plan, grammar = await context.in_pool(encode)
+    masker = await context.maskers(grammar, n)
     params = sampling_params(
         body,
         max_tokens=chat_max_tokens(body),
@@ -99,7 +105,6 @@ async def _prepare(context: ServerContext, caller: Caller, body: ChatBody, id_pr
         priority=body.priority or 0,
         masker=masker,
     )
-    engine = context.engine
     inside = opens_thoughts(prompt.text or "") and not body.continue_final_message
     separate = body.separate_reasoning is not False and not masker
 
@@ -132,10 +137,10 @@ def chat_body(fields: dict[str, Any]) -> ChatBody:
         raise from_validation(error) from None
 
 
-async def encode_chat(context: ServerContext, body: ChatBody) -> tuple[Prompt, ToolPlan]:
-    """The prompt that a body makes."""
-    plan = plan_tools(body, context.answer_form)
-    return await encode_conversation(context, conversation_of(body, plan)), plan
+def encode_chat(engine: Engine, form: AnswerForm, body: ChatBody) -> tuple[Prompt, ToolPlan]:
+    """The prompt that a body makes. Blocks."""
+    plan = plan_tools(body, form)
+    return encode_conversation(engine, conversation_of(body, plan)), plan
 
 
 def check_chat_fields(body: ChatBody) -> None:

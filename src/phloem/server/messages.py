@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from phloem.errors import ContextLengthError, InvalidRequestError, UnsupportedError
-from phloem.server.context import ServerContext
 from phloem.server.engine_api import Engine
 from phloem.server.prompts import Prompt, check_length
 from phloem.server.protocol import Tool
 
-MAX_MESSAGES = 16384
+MAX_TEMPLATE_KWARGS = 64
 
 _ROLES = {
     "system": "system",
@@ -51,10 +50,6 @@ def normalise(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Check messages and reduce them to what templates know. Raises InvalidRequestError naming the place."""
     if not messages:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages may hold at most {MAX_MESSAGES} messages, got {len(messages)}", param="messages"
-        )
     return [_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
 
 
@@ -134,6 +129,10 @@ def check_template_kwargs(kwargs: dict[str, Any] | None, chat_template: Any) -> 
     """Variables that a client may hand to the template. The template itself is the server's alone."""
     if chat_template is not None:
         raise InvalidRequestError("chat_template is set by the server, not by requests", param="chat_template")
+    if len(kwargs or {}) > MAX_TEMPLATE_KWARGS:
+        raise InvalidRequestError(
+            f"chat_template_kwargs may hold at most {MAX_TEMPLATE_KWARGS} variables", param="chat_template_kwargs"
+        )
     for name in kwargs or {}:
         if name in _RESERVED_KWARGS or not name.isidentifier() or name.startswith("_"):
             raise InvalidRequestError(
@@ -147,15 +146,10 @@ def tools_as_json(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
 
-async def encode_conversation(context: ServerContext, conversation: Conversation) -> Prompt:
-    """Render and tokenise on the pool. Raises InvalidRequestError or ContextLengthError."""
-    engine = context.engine
+def encode_conversation(engine: Engine, conversation: Conversation) -> Prompt:
+    """Render and tokenise. Blocks; raises InvalidRequestError or ContextLengthError."""
     for message in conversation.messages:
         check_length(engine, message["content"])
-    return await context.in_pool(lambda: _encode(engine, conversation))
-
-
-def _encode(engine: Engine, conversation: Conversation) -> Prompt:
     text = render(engine, conversation)
     check_length(engine, text)
     ids = engine.tokenizer.encode(text, False)

@@ -54,7 +54,7 @@ class GenerateBody(Body):
 
     text: Any = None
     input_ids: Any = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None

@@ -8,15 +8,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 MAX_TOOLS = 512
+MAX_MESSAGES = 16384
+MAX_IDS = 1 << 20
+MAX_TEXTS = 4096
 
+
+def _check_bias_size(bias: object) -> object:
+    """Refuse a large map before its values are looked at, each of which would be an error of its own."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_long", f"may have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
+    return bias
+
+
+# Lists end their validation at the first wrong item: millions of them would each become an error.
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias_size)]
 
 
 class Body(BaseModel):
@@ -53,7 +70,7 @@ class StructuredOutputs(Body):
 
     json_: Any = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
 
 
@@ -70,7 +87,7 @@ class Generation(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -88,7 +105,7 @@ class Generation(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -140,7 +157,7 @@ class NamedToolChoice(Body):
 class ChatBody(Generation):
     """POST /v1/chat/completions. `messages` are checked by `messages.normalise`."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -153,7 +170,7 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     separate_reasoning: bool | None = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
 
 
 class TokenizeBody(Body):
@@ -161,7 +178,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -174,5 +191,5 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
     skip_special_tokens: bool | None = None

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from phloem.server.chat_job import ChatJob, chat_body, prepare_chat
 from phloem.server.client_names import client_names
 from phloem.server.context import ServerContext, caller_of, context_of
 from phloem.server.http_errors import json_response
-from phloem.server.protocol import Body, ChatBody
+from phloem.server.protocol import MAX_TOOLS, Body, ChatBody, Objects
 from phloem.server.response_items import ResponseView
 from phloem.server.response_store import StoredResponse
 from phloem.types import TextDelta
@@ -45,11 +46,11 @@ class ResponsesBody(Body):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None

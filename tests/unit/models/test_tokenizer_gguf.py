@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,31 @@ def test_demo_ids_give_their_text_back(demo: Tokenizer) -> None:
     for case in load("demo_tokens.json"):
         assert demo.decode(case["ids"], skip_special=False) == case["text"]
         assert b"".join(demo.token_bytes(i) for i in case["ids"]) == case["text"].encode()
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(demo: Tokenizer, work: str) -> None:
+    text = "word " * 200_000
+    ids = demo.encode(text)
+    is_over = threading.Event()
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks
+    if work == "encode":
+        assert demo.encode(text) == ids
+    else:
+        assert demo.decode(ids) == text
+    during = ticks - before
+    is_over.set()
+    thread.join()
+    assert during >= 10
 
 
 def test_demo_knows_its_end_of_turn_and_adds_no_bos(demo: Tokenizer) -> None:
