@@ -36,11 +36,18 @@ Scratch layout(const AttendArgs& args, int query_rows) {
   return s;
 }
 
-template <KvFormat kFormat>
-PHLOEM_INLINE F8 load_kv(const uint8_t* base, int64_t index) {
-  if constexpr (kFormat == KvFormat::f16) return load_f16(reinterpret_cast<const uint16_t*>(base) + index);
-  if constexpr (kFormat == KvFormat::f32) return load(reinterpret_cast<const float*>(base) + index);
-  return load_i8(reinterpret_cast<const int8_t*>(base) + index);
+template <KvFormat kFormat, class V>
+PHLOEM_INLINE V load_kv(const uint8_t* base, int64_t index) {
+  if constexpr (kFormat == KvFormat::f16) {
+    const auto* at = reinterpret_cast<const uint16_t*>(base) + index;
+    if constexpr (kLanes<V> == 8) {
+      return load_f16(at);
+    } else {
+      return load_wide_f16(at);
+    }
+  }
+  if constexpr (kFormat == KvFormat::f32) return load_as<V>(reinterpret_cast<const float*>(base) + index);
+  if constexpr (kFormat == KvFormat::i8) return load_i8<V>(reinterpret_cast<const int8_t*>(base) + index);
 }
 
 PHLOEM_INLINE void transpose(F8 v[8]) {
@@ -81,7 +88,7 @@ PHLOEM_INLINE void load_keys(const AttendArgs& args, const int32_t* slots, int l
     F8 v[8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      v[j] = load_kv<kFormat>(kv.k, index[j] * d + i);
+      v[j] = load_kv<kFormat, F8>(kv.k, index[j] * d + i);
       if constexpr (kFormat == KvFormat::i8) v[j] = v[j] * splat(kv.k_scale[index[j]]);
       if (!kAll && j >= live) v[j] = splat(0.0f);
     }
@@ -91,29 +98,118 @@ PHLOEM_INLINE void load_keys(const AttendArgs& args, const int32_t* slots, int l
   }
 }
 
-// Keys as [d][64], values as [64][d]; lanes past num_keys are zero up to the next multiple of 16 keys (K).
-template <KvFormat kFormat>
-void load_tile(const AttendArgs& args, const Tile& tile, const Scratch& scratch) {
+#ifdef __AVX2__
+
+// In each half of the registers: element j of vector i becomes element i of vector j.
+PHLOEM_INLINE void transpose_16_bits(__m256i v[8]) {
+  __m256i a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = _mm256_unpacklo_epi16(v[2 * i], v[2 * i + 1]);
+    a[2 * i + 1] = _mm256_unpackhi_epi16(v[2 * i], v[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      b[4 * i + 2 * j] = _mm256_unpacklo_epi32(a[4 * i + j], a[4 * i + j + 2]);
+      b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi32(a[4 * i + j], a[4 * i + j + 2]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 4]);
+    v[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 4]);
+  }
+}
+
+// Sixteen f16 keys, transposed before they are widened: half the shuffles. Keys from `live` on become zero; kAll: all
+// are there. d must be a multiple of 16.
+template <bool kAll>
+PHLOEM_INLINE void load_16_keys(const AttendArgs& args, const int32_t* slots, int live, float* keys) {
   const KvView& kv = args.kv;
   const int d = kv.head_dim;
+  const uint16_t* from[16];
+  for (int j = 0; j < 16; ++j)
+    from[j] =
+        reinterpret_cast<const uint16_t*>(kv.k) + kv.vector_index(args.kv_head, slots[kAll || j < live ? j : 0]) * d;
+  for (int i = 0; i < d; i += 16) {
+    __m256i v[2][8];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) {
+        v[half][j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[8 * half + j] + i));
+        if (!kAll && 8 * half + j >= live) v[half][j] = _mm256_setzero_si256();
+      }
+      transpose_16_bits(v[half]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      float* low = keys + static_cast<size_t>(i + j) * kTile;
+      float* high = low + 8 * static_cast<size_t>(kTile);
+#ifdef __AVX512F__
+      store(low, widen_f16(_mm256_permute2x128_si256(v[0][j], v[1][j], 0x20)));
+      store(high, widen_f16(_mm256_permute2x128_si256(v[0][j], v[1][j], 0x31)));
+#else
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        store(low + 8 * half, reinterpret_cast<F8>(_mm256_cvtph_ps(_mm256_castsi256_si128(v[half][j]))));
+        store(high + 8 * half, reinterpret_cast<F8>(_mm256_cvtph_ps(_mm256_extracti128_si256(v[half][j], 1))));
+      }
+#endif
+    }
+  }
+}
+
+#endif
+
+template <KvFormat kFormat>
+void load_tile_keys(const AttendArgs& args, const Tile& tile, float* keys) {
+  const int d = args.kv.head_dim;
   int key = 0;
-  for (; key + 8 <= tile.num_keys; key += 8) load_keys<kFormat, true>(args, tile.slots + key, 8, scratch.keys + key);
+#ifdef __AVX2__
+  if (kFormat == KvFormat::f16 && d % 16 == 0) {
+    for (; key + 16 <= tile.num_keys; key += 16) load_16_keys<true>(args, tile.slots + key, 16, keys + key);
+    if (key < tile.num_keys) load_16_keys<false>(args, tile.slots + key, tile.num_keys - key, keys + key);
+    return;
+  }
+#endif
+  for (; key + 8 <= tile.num_keys; key += 8) load_keys<kFormat, true>(args, tile.slots + key, 8, keys + key);
   if (key < tile.num_keys) {
-    load_keys<kFormat, false>(args, tile.slots + key, tile.num_keys - key, scratch.keys + key);
+    load_keys<kFormat, false>(args, tile.slots + key, tile.num_keys - key, keys + key);
     key += 8;
   }
   if (key % 16)
-    for (int i = 0; i < d; ++i) store(scratch.keys + static_cast<size_t>(i) * kTile + key, splat(0.0f));
-  for (key = 0; key < tile.num_keys; ++key) {
+    for (int i = 0; i < d; ++i) store(keys + static_cast<size_t>(i) * kTile + key, splat(0.0f));
+}
+
+template <KvFormat kFormat>
+void load_tile_values(const AttendArgs& args, const Tile& tile, float* values) {
+  const KvView& kv = args.kv;
+  const int d = kv.head_dim;
+  for (int key = 0; key < tile.num_keys; ++key, values += d) {
     const int64_t index = kv.vector_index(args.kv_head, tile.slots[key]);
-    const F8 scale = splat(kFormat == KvFormat::i8 ? kv.v_scale[index] : 1.0f);
-#pragma GCC unroll 4
-    for (int i = 0; i < d; i += 8) {
-      F8 v = load_kv<kFormat>(kv.v, index * d + i);
+    const float scale = kFormat == KvFormat::i8 ? kv.v_scale[index] : 1.0f;
+    int i = 0;
+    for (; i + kWideLanes <= d; i += kWideLanes) {
+      FW v = load_kv<kFormat, FW>(kv.v, index * d + i);
       if constexpr (kFormat == KvFormat::i8) v = v * scale;
-      store(scratch.values + static_cast<size_t>(key) * d + i, v);
+      store(values + i, v);
+    }
+    for (; i < d; i += 8) {
+      F8 v = load_kv<kFormat, F8>(kv.v, index * d + i);
+      if constexpr (kFormat == KvFormat::i8) v = v * scale;
+      store(values + i, v);
     }
   }
+}
+
+// Keys as [d][64], values as [64][d]; lanes past num_keys are zero up to the next multiple of 16 keys (K).
+template <KvFormat kFormat>
+void load_tile(const AttendArgs& args, const Tile& tile, const Scratch& scratch) {
+  load_tile_keys<kFormat>(args, tile, scratch.keys);
+  load_tile_values<kFormat>(args, tile, scratch.values);
 }
 
 void prefetch_tile(const AttendArgs& args, const int32_t* slots, int num_keys) {
@@ -129,76 +225,81 @@ void prefetch_tile(const AttendArgs& args, const int32_t* slots, int num_keys) {
   }
 }
 
-// weights[r][key] = q[r] . k[key] for 8 * kVectors keys.
-template <int kRows, int kVectors>
+// weights[r][key] = q[r] . k[key] for kVectors registers of keys.
+template <class V, int kRows, int kVectors>
 PHLOEM_INLINE void scores(const float* q, const float* keys, int d, float* weights) {
-  F8 sums[kRows][kVectors];
+  V sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = V{};
   for (int i = 0; i < d; ++i) {
-    F8 k[kVectors];
-    for (int v = 0; v < kVectors; ++v) k[v] = in_register(load(keys + static_cast<size_t>(i) * kTile + 8 * v));
+    V k[kVectors];
+    for (int v = 0; v < kVectors; ++v)
+      k[v] = in_register(load_as<V>(keys + static_cast<size_t>(i) * kTile + kLanes<V> * v));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const F8 a = splat(q[static_cast<size_t>(r) * d + i]);
+      const V a = splat_as<V>(q[static_cast<size_t>(r) * d + i]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(a, k[v], sums[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(weights + r * kTile + 8 * v, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(weights + r * kTile + kLanes<V> * v, sums[r][v]);
 }
 
-// In place: weights = exp(weights - maximum) with keys at and past `limit` masked. Returns maximum and sum.
+// In place: weights = exp(weights - maximum) with keys at and past `limit` masked. Returns maximum and sum, which is
+// added eight keys at a time whatever the width of the registers.
 PHLOEM_INLINE void softmax_tile(float* weights, int limit, float* maximum, float* sum) {
-  const int padded = (limit + 7) / 8 * 8;
+  const int padded = (limit + kWideLanes - 1) / kWideLanes * kWideLanes;
   for (int key = limit; key < padded; ++key) weights[key] = kNegInf;
   F8 top = load(weights);
   for (int key = 8; key < padded; key += 8) top = max(top, load(weights + key));
   *maximum = max_lanes(top);
-  const F8 shift = splat(*maximum);
   F8 total = {};
-  for (int key = 0; key < padded; key += 8) {
-    const F8 p = exp(load(weights + key) - shift);
+  for (int key = 0; key < padded; key += kWideLanes) {
+    const FW p = exp(load_as<FW>(weights + key) - *maximum);
     store(weights + key, p);
-    total = total + p;
+    for (int part = 0; part < kWideLanes; part += 8) total = total + load(weights + key + part);
   }
   *sum = sum_lanes(total);
 }
 
-// Merges (maximum, denominator) `m, l` into a state's and returns the factors of old and new sums.
-PHLOEM_INLINE void merge_heads(float* state_ml, float m, float l, float* keep, float* add) {
-  const float top = state_ml[0] > m ? state_ml[0] : m;
-  const F8 factors = exp(F8{state_ml[0] - top, m - top, 0, 0, 0, 0, 0, 0});
-  *keep = factors[0];
-  *add = factors[1];
-  state_ml[0] = top;
-  state_ml[1] = fma(state_ml[1], *keep, l * *add);
+// (maximum, denominator) of a state, each lane another row.
+struct Heads {
+  F8 m, l;
+};
+
+// Merges `from` into `into` and returns the factors of old and new sums.
+PHLOEM_INLINE void merge_heads(Heads& into, const Heads& from, F8* keep, F8* add) {
+  const F8 top = max(into.m, from.m);
+  *keep = exp(into.m - top);
+  *add = exp(from.m - top);
+  into = {top, fma(into.l, *keep, from.l * *add)};
 }
 
-// state sums = state sums * keep + (weights . values) * add, over 8 * kVectors dimensions.
-template <int kRows, int kVectors>
+// state sums = state sums * keep + (weights . values) * add, over kVectors registers of dimensions.
+template <class V, int kRows, int kVectors>
 PHLOEM_INLINE void weighted_values(const float* weights, const float* values, int d, int num_keys, float* state,
-                                   size_t stride, const float* keep, const float* add) {
-  F8 sums[kRows][kVectors];
+                                   size_t stride, F8 keep, F8 add) {
+  V sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kVectors; ++i) sums[r][i] = splat(0.0f);
+    for (int i = 0; i < kVectors; ++i) sums[r][i] = V{};
   for (int key = 0; key < num_keys; ++key) {
-    F8 v[kVectors];
-    for (int i = 0; i < kVectors; ++i) v[i] = in_register(load(values + static_cast<size_t>(key) * d + 8 * i));
+    V v[kVectors];
+    for (int i = 0; i < kVectors; ++i)
+      v[i] = in_register(load_as<V>(values + static_cast<size_t>(key) * d + kLanes<V> * i));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const F8 p = splat(weights[r * kTile + key]);
+      const V p = splat_as<V>(weights[r * kTile + key]);
       for (int i = 0; i < kVectors; ++i) sums[r][i] = fma(p, v[i], sums[r][i]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kVectors; ++i) {
-      float* at = state + r * stride + 8 * i;
-      store(at, fma(load(at), splat(keep[r]), sums[r][i] * splat(add[r])));
+      float* at = state + r * stride + kLanes<V> * i;
+      store(at, fma(load_as<V>(at), splat_as<V>(keep[r]), sums[r][i] * add[r]));
     }
   }
 }
@@ -215,26 +316,37 @@ void attend_rows(const AttendArgs& args, const Tile& tile, const Scratch& scratc
     limits[r] = min_of(kTile, position - tile.first_key + 1);
     most = max_of(most, limits[r]);
   }
-  constexpr int kWide = kRows <= 3 ? 4 : 2;  // vectors at a time: enough chains to hide the latency of an addition
+  // Registers at a time: enough chains to hide the latency of an addition, and no more than there are.
+  constexpr int kWide = kRows <= 3 || kWideLanes == 16 ? 4 : 2;
+  constexpr int kNarrow = 16 / kWideLanes;
   const float* queries = scratch.queries + static_cast<size_t>(first) * d;
   int key = 0;
-  for (; key + 8 * kWide <= most; key += 8 * kWide)
-    scores<kRows, kWide>(queries, scratch.keys + key, d, scratch.weights + key);
-  for (; key < most; key += 16) scores<kRows, 2>(queries, scratch.keys + key, d, scratch.weights + key);
-  float keep[kRows], add[kRows];
+  for (; key + kWideLanes * kWide <= most; key += kWideLanes * kWide)
+    scores<FW, kRows, kWide>(queries, scratch.keys + key, d, scratch.weights + key);
+  for (; key < most; key += 16) scores<FW, kRows, kNarrow>(queries, scratch.keys + key, d, scratch.weights + key);
+  Heads before{}, found{};
   for (int r = 0; r < kRows; ++r) {
     float m, l, *weights = scratch.weights + r * kTile;
     softmax_tile(weights, limits[r], &m, &l);
-    for (key = (limits[r] + 7) / 8 * 8; key < most; ++key) weights[key] = 0.0f;
-    merge_heads(state + r * stride + d, m, l, keep + r, add + r);
+    for (key = limits[r]; key < most; ++key) weights[key] = 0.0f;
+    found.m[r] = m;
+    found.l[r] = l;
+    before.m[r] = state[r * stride + d];
+    before.l[r] = state[r * stride + d + 1];
+  }
+  F8 keep, add;
+  merge_heads(before, found, &keep, &add);
+  for (int r = 0; r < kRows; ++r) {
+    state[r * stride + d] = before.m[r];
+    state[r * stride + d + 1] = before.l[r];
   }
   int i = 0;
-  for (; i + 8 * kWide <= d; i += 8 * kWide)
-    weighted_values<kRows, kWide>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
+  for (; i + kWideLanes * kWide <= d; i += kWideLanes * kWide)
+    weighted_values<FW, kRows, kWide>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
   for (; i + 16 <= d; i += 16)
-    weighted_values<kRows, 2>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
+    weighted_values<FW, kRows, kNarrow>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
   for (; i < d; i += 8)
-    weighted_values<kRows, 1>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
+    weighted_values<F8, kRows, 1>(scratch.weights, scratch.values + i, d, most, state + i, stride, keep, add);
 }
 
 void attend_tile(const AttendArgs& args, const Tile& tile, const Scratch& scratch, int query_begin, int query_end) {
@@ -287,9 +399,12 @@ void reset_states(float* states, int query_rows, int d) {
 }
 
 PHLOEM_INLINE void merge_state(float* into, const float* from, int d) {
-  float keep, add;
-  merge_heads(into + d, from[d], from[d + 1], &keep, &add);
-  for (int i = 0; i < d; i += 8) store(into + i, fma(load(into + i), splat(keep), load(from + i) * splat(add)));
+  Heads heads{splat(into[d]), splat(into[d + 1])};
+  F8 keep, add;
+  merge_heads(heads, {splat(from[d]), splat(from[d + 1])}, &keep, &add);
+  into[d] = heads.m[0];
+  into[d + 1] = heads.l[0];
+  for (int i = 0; i < d; i += 8) store(into + i, fma(load(into + i), keep, load(from + i) * add));
 }
 
 PHLOEM_INLINE void write_out(const float* state, int d, float* out) {

@@ -13,28 +13,30 @@ namespace {
 
 constexpr int kQ4Bytes = kGroup * kPanel / 2;
 constexpr int kQ8Bytes = kGroup * kPanel;
+constexpr int kParts = kPanel / kWideLanes;  // registers that hold a panel's columns
 
-PHLOEM_INLINE void finish(const GemmArgs& args, int row, int panel, int half, F8 y) {
-  float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel + 8 * half;
-  if (args.bias) y = y + load(args.bias + panel * kPanel + 8 * half);
-  if (args.accumulate) y = load(out) + y;
+PHLOEM_INLINE void finish(const GemmArgs& args, int row, int panel, int part, FW y) {
+  const int column = panel * kPanel + part * kWideLanes;
+  float* out = args.out + row * args.ld_out + column;
+  if (args.bias) y = y + load_as<FW>(args.bias + column);
+  if (args.accumulate) y = load_as<FW>(out) + y;
   store(out, y);
 }
 
-// Scale and minimum of half a panel's columns.
+// Scale and minimum of a part of the panel's columns.
 template <WeightFormat kFormat>
-PHLOEM_INLINE void load_scales(const uint8_t* block, int half, F8* d, F8* m) {
-  const auto* scales =
-      reinterpret_cast<const uint16_t*>(block + (kFormat == WeightFormat::q8 ? kQ8Bytes : kQ4Bytes)) + 8 * half;
-  *d = load_f16(scales);
-  if constexpr (kFormat == WeightFormat::q4m) *m = load_f16(scales + kPanel);
-  if constexpr (kFormat == WeightFormat::q4) *m = *d * splat(-8.0f);
+PHLOEM_INLINE void load_scales(const uint8_t* block, int part, FW* d, FW* m) {
+  const uint8_t* scales = block + (kFormat == WeightFormat::q8 ? kQ8Bytes : kQ4Bytes);
+  const auto* at = reinterpret_cast<const uint16_t*>(scales) + part * kWideLanes;
+  *d = load_wide_f16(at);
+  if constexpr (kFormat == WeightFormat::q4m) *m = load_wide_f16(at + kPanel);
+  if constexpr (kFormat == WeightFormat::q4) *m = *d * -8.0f;
 }
 
 template <WeightFormat kFormat>
-PHLOEM_INLINE F8 add_group(F8 y, I8 sum, F8 d, F8 m, const ActGroup& a) {
-  y = fma(__builtin_convertvector(sum, F8), d * splat(a.scale), y);
-  if constexpr (kFormat != WeightFormat::q8) y = fma(m, splat(a.sum), y);
+PHLOEM_INLINE FW add_group(FW y, IW sum, FW d, FW m, const ActGroup& a) {
+  y = fma(__builtin_convertvector(sum, FW), d * a.scale, y);
+  if constexpr (kFormat != WeightFormat::q8) y = fma(m, splat_as<FW>(a.sum), y);
   return y;
 }
 
@@ -64,17 +66,12 @@ PHLOEM_INLINE void prefetch_block(const uint8_t* block, size_t ahead) {
 
 // A panel's 16 columns are the lanes of one register, and four products a lane are added to 32 bits at once. (Where an
 // intrinsic starts from an undefined register GCC 12 warns, so those are written as vector operations.)
-using F16 = float __attribute__((vector_size(64)));
-using I16 = int32_t __attribute__((vector_size(64)));
 using U16 = uint32_t __attribute__((vector_size(64)));
 
 constexpr int kMostRows = 8;
 
 PHLOEM_INLINE __m512i load_block(const uint8_t* p) { return _mm512_loadu_si512(p); }
 PHLOEM_INLINE __m512i splat_bytes(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
-PHLOEM_INLINE __m512 load_16_f16(const uint8_t* p) {
-  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
 PHLOEM_INLINE __m512i add_products(__m512i sums, __m512i weights, const int8_t* q) {
   return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(four_bytes(q)));
 }
@@ -123,31 +120,21 @@ void tile(const GemmArgs& args, int row, int panel, size_t ahead) {
   const int64_t ld = args.a.ld, ld_group = ld / kGroup;
   const int8_t* q = args.a.q + row * ld;
   const ActGroup* groups = args.a.groups + row * ld_group;
-  __m512 y[kRows];
+  FW y[kRows];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) y[r] = _mm512_setzero_ps();
+  for (int r = 0; r < kRows; ++r) y[r] = FW{};
   for (int g = 0; g < w.groups; ++g, block += kBlockBytes<kFormat>, q += kGroup, ++groups) {
     if (ahead) prefetch_block<kFormat>(block, ahead);
     __m512i sums[kRows];
     group_sums<kFormat, kRows>(block, q, groups, ld, sums);
-    const uint8_t* scales = block + (kFormat == WeightFormat::q8 ? kQ8Bytes : kQ4Bytes);
-    const __m512 d = load_16_f16(scales);
-    __m512 m = _mm512_setzero_ps();
-    if constexpr (kFormat == WeightFormat::q4m) m = load_16_f16(scales + 2 * kPanel);
-    if constexpr (kFormat == WeightFormat::q4) m = _mm512_mul_ps(d, _mm512_set1_ps(-8.0f));
+    FW d, m = {};
+    load_scales<kFormat>(block, 0, &d, &m);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const ActGroup& a = groups[r * ld_group];
-      const F16 sum = __builtin_convertvector(reinterpret_cast<I16>(sums[r]), F16);
-      y[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(d, _mm512_set1_ps(a.scale)), y[r]);
-      if constexpr (kFormat != WeightFormat::q8) y[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(a.sum), y[r]);
-    }
+    for (int r = 0; r < kRows; ++r)
+      y[r] = add_group<kFormat>(y[r], reinterpret_cast<IW>(sums[r]), d, m, groups[r * ld_group]);
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    finish(args, row + r, panel, 0, __builtin_shufflevector(y[r], y[r], 0, 1, 2, 3, 4, 5, 6, 7));
-    finish(args, row + r, panel, 1, __builtin_shufflevector(y[r], y[r], 8, 9, 10, 11, 12, 13, 14, 15));
-  }
+  for (int r = 0; r < kRows; ++r) finish(args, row + r, panel, 0, y[r]);
 }
 
 #elif defined(__AVX2__)
@@ -224,9 +211,9 @@ void tile(const GemmArgs& args, int row, int panel, size_t ahead) {
   const int64_t ld = args.a.ld, ld_group = ld / kGroup;
   const int8_t* q = args.a.q + row * ld;
   const ActGroup* groups = args.a.groups + row * ld_group;
-  F8 y[kRows][2];
+  FW y[kRows][2];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) y[r][0] = y[r][1] = splat(0.0f);
+  for (int r = 0; r < kRows; ++r) y[r][0] = y[r][1] = FW{};
   for (int g = 0; g < w.groups; ++g, block += kBlockBytes<kFormat>, ++groups) {
     if (ahead) prefetch_block<kFormat>(block, ahead);
     __m256i sums[kRows][2];
@@ -235,12 +222,12 @@ void tile(const GemmArgs& args, int row, int panel, size_t ahead) {
     } else {
       group_sums_q4<kRows>(block, q + g * kGroup, ld, sums);
     }
-    F8 d[2], m[2] = {};
+    FW d[2], m[2] = {};
     for (int h = 0; h < 2; ++h) load_scales<kFormat>(block, h, &d[h], &m[h]);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       for (int h = 0; h < 2; ++h)
-        y[r][h] = add_group<kFormat>(y[r][h], reinterpret_cast<I8>(sums[r][h]), d[h], m[h], groups[r * ld_group]);
+        y[r][h] = add_group<kFormat>(y[r][h], reinterpret_cast<IW>(sums[r][h]), d[h], m[h], groups[r * ld_group]);
     }
   }
 #pragma GCC unroll 8
@@ -278,15 +265,15 @@ void all_tiles(const GemmArgs& args) {
 
 #else
 
-// Sums of one group for one row and half a panel.
+// Sums of one group for one row and a part of the panel's columns.
 template <WeightFormat kFormat>
-PHLOEM_INLINE I8 group_sum(const uint8_t* block, const int8_t* q, int half) {
-  I8 sum = {};
+PHLOEM_INLINE IW group_sum(const uint8_t* block, const int8_t* q, int part) {
+  IW sum = {};
   for (int k = 0; k < kGroup; ++k) {
     const int32_t a = q[k];
-    I8 w;
-    for (int c = 0; c < 8; ++c) {
-      const int lane = (8 * half + c) * 4 + k % 4;
+    IW w;
+    for (int c = 0; c < kWideLanes; ++c) {
+      const int lane = (kWideLanes * part + c) * 4 + k % 4;
       if constexpr (kFormat == WeightFormat::q8) {
         w[c] = static_cast<int8_t>(block[k / 4 * 64 + lane]);
       } else {
@@ -294,7 +281,7 @@ PHLOEM_INLINE I8 group_sum(const uint8_t* block, const int8_t* q, int half) {
         w[c] = k % 8 < 4 ? pair & 15 : pair >> 4;
       }
     }
-    sum += w * splat_int(a);
+    sum += w * a;
   }
   return sum;
 }
@@ -306,16 +293,16 @@ void all_tiles(const GemmArgs& args) {
   for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for (int row = args.row_begin; row < args.row_end; ++row) {
       const int64_t at = static_cast<int64_t>(row) * args.a.ld;
-      for (int half = 0; half < 2; ++half) {
+      for (int part = 0; part < kParts; ++part) {
         const uint8_t* block = w.data + static_cast<size_t>(panel) * w.panel_bytes;
-        F8 y = {};
+        FW y = {};
         for (int g = 0; g < w.groups; ++g, block += block_bytes) {
-          F8 d, m = {};
-          load_scales<kFormat>(block, half, &d, &m);
-          const I8 sum = group_sum<kFormat>(block, args.a.q + at + g * kGroup, half);
+          FW d, m = {};
+          load_scales<kFormat>(block, part, &d, &m);
+          const IW sum = group_sum<kFormat>(block, args.a.q + at + g * kGroup, part);
           y = add_group<kFormat>(y, sum, d, m, args.a.groups[at / kGroup + g]);
         }
-        finish(args, row, panel, half, y);
+        finish(args, row, panel, part, y);
       }
     }
   }
@@ -323,21 +310,24 @@ void all_tiles(const GemmArgs& args) {
 
 #endif
 
-// Weights of one value of K for half a panel's columns, as stored integers.
+// Weights of one value of K for a part of the panel's columns.
 template <WeightFormat kFormat>
-PHLOEM_INLINE I8 stored_weights(const uint8_t* block, int k, int half) {
-  I8 words;
+PHLOEM_INLINE FW stored_weights(const uint8_t* block, int k, int part) {
+  FW d, m = {};
+  load_scales<kFormat>(block, part, &d, &m);
+  IW words;
+  std::memcpy(&words, block + k / (kFormat == WeightFormat::q8 ? 4 : 8) * 64 + part * sizeof words, sizeof words);
   if constexpr (kFormat == WeightFormat::q8) {
-    std::memcpy(&words, block + k / 4 * 64 + 32 * half, sizeof words);
-    return words << (24 - 8 * (k % 4)) >> 24;
+    words = words << (24 - 8 * (k % 4)) >> 24;
   } else {
-    std::memcpy(&words, block + k / 8 * 64 + 32 * half, sizeof words);
-    return words >> (8 * (k % 4) + (k % 8 < 4 ? 0 : 4)) & 15;
+    words = words >> (8 * (k % 4) + (k % 8 < 4 ? 0 : 4)) & 15;
   }
+  return fma(__builtin_convertvector(words, FW), d, m);
 }
 
 struct Outlier {
   int row, group, place;
+  float value;
 };
 
 // Adds each outlier's value times its weights to the outputs of its row. Neighbours of one column share its weights.
@@ -345,23 +335,18 @@ template <WeightFormat kFormat>
 void add_outliers(const GemmArgs& args, const Outlier* outliers, int count) {
   const MatrixView& w = *args.w;
   const size_t block_bytes = w.panel_bytes / w.groups;
-  const int64_t ld_group = args.a.ld / kGroup;
   for (int panel = args.panel_begin; panel < args.panel_end; ++panel) {
     const uint8_t* blocks = w.data + static_cast<size_t>(panel) * w.panel_bytes;
-    F8 weights[2] = {};
+    FW weights[kParts] = {};
     for (int i = 0; i < count; ++i) {
-      const auto [row, group, place] = outliers[i];
+      const auto [row, group, place, value] = outliers[i];
       if (i == 0 || group != outliers[i - 1].group || place != outliers[i - 1].place) {
-        const uint8_t* block = blocks + group * block_bytes;
-        for (int half = 0; half < 2; ++half) {
-          F8 d, m = {};
-          load_scales<kFormat>(block, half, &d, &m);
-          weights[half] = fma(__builtin_convertvector(stored_weights<kFormat>(block, place, half), F8), d, m);
-        }
+        for (int part = 0; part < kParts; ++part)
+          weights[part] = stored_weights<kFormat>(blocks + group * block_bytes, place, part);
       }
-      const F8 value = splat(args.a.groups[row * ld_group + group].outlier);
       float* out = args.out + row * args.ld_out + static_cast<int64_t>(panel) * kPanel;
-      for (int half = 0; half < 2; ++half) store(out + 8 * half, fma(value, weights[half], load(out + 8 * half)));
+      for (int part = 0; part < kParts; ++part, out += kWideLanes)
+        store(out, fma(splat_as<FW>(value), weights[part], load_as<FW>(out)));
     }
   }
 }
@@ -392,13 +377,13 @@ void find_and_add_outliers(const GemmArgs& args) {
     for (int group = first; any; ++group, any >>= 8) {
       if ((any & 255) == 0) continue;
       for (int row = args.row_begin; row < args.row_end; ++row) {
-        const int at = args.a.outlier_at[static_cast<int64_t>(row) * groups + group];
-        if (at == 0) continue;
+        const int64_t i = static_cast<int64_t>(row) * groups + group;
+        if (args.a.outlier_at[i] == 0) continue;
         if (count == kMost) {
           add_outliers<kFormat>(args, found, count);
           count = 0;
         }
-        found[count++] = {row, group, at - 1};
+        found[count++] = {row, group, args.a.outlier_at[i] - 1, args.a.groups[i].outlier};
       }
     }
   }

@@ -34,14 +34,17 @@ Extremes extremes(const F8 v[4]) {
     next = max(next, min(top, a));
     top = max(top, a);
   }
-  Extremes found{0.0f, 0.0f};
-  for (int i = 0; i < 8; ++i) {
-    const float lower = top[i] < found.largest ? top[i] : found.largest;
-    found.second = lower > found.second ? lower : found.second;
-    found.second = next[i] > found.second ? next[i] : found.second;
-    found.largest = top[i] > found.largest ? top[i] : found.largest;
-  }
-  return found;
+  const auto fold = [&](F8 others, F8 others_next) {
+    next = max(max(next, others_next), min(top, others));
+    top = max(top, others);
+  };
+  fold(__builtin_shufflevector(top, top, 4, 5, 6, 7, 0, 1, 2, 3),
+       __builtin_shufflevector(next, next, 4, 5, 6, 7, 0, 1, 2, 3));
+  fold(__builtin_shufflevector(top, top, 2, 3, 0, 1, 6, 7, 4, 5),
+       __builtin_shufflevector(next, next, 2, 3, 0, 1, 6, 7, 4, 5));
+  fold(__builtin_shufflevector(top, top, 1, 0, 3, 2, 5, 4, 7, 6),
+       __builtin_shufflevector(next, next, 1, 0, 3, 2, 5, 4, 7, 6));
+  return {top[0], next[0]};
 }
 
 }  // namespace
@@ -68,8 +71,9 @@ void quantize_row(const ActView& a, int row, int begin, int count) {
     const F8 inverse = splat(amax > 1e-30f ? 127.0f / amax : 0.0f);
     I8 total = {};
     for (int j = 0; j < 4; ++j) total += store_i8(q + 8 * j, v[j] * inverse);
-    int32_t whole = 0;
-    for (int i = 0; i < 8; ++i) whole += total[i];
+    total += __builtin_shufflevector(total, total, 4, 5, 6, 7, 0, 1, 2, 3);
+    total += __builtin_shufflevector(total, total, 2, 3, 0, 1, 6, 7, 4, 5);
+    const int32_t whole = total[0] + total[1];
     const float scale = amax > 1e-30f ? amax * (1.0f / 127.0f) : 0.0f;
     a.groups[g] = {scale, scale * static_cast<float>(whole), outlier, whole};
   }

@@ -1,5 +1,5 @@
-// Eight float lanes: the vocabulary of the row and attention kernels. Owns lane arithmetic, the exponential and
-// conversions to and from storage types. Must not know models, caches or threads.
+// Float lanes, eight or as many as the instruction set has: the vocabulary of the row and attention kernels. Owns lane
+// arithmetic, the exponential and conversions to and from storage types. Must not know models, caches or threads.
 //
 // Included only by files that are compiled once per instruction set, inside namespace phloem::PHLOEM_ISA, so that no
 // inline function built for a newer CPU can replace one of the portable build at link time. For the same reason those
@@ -24,8 +24,19 @@
 namespace phloem {
 namespace PHLOEM_ISA {
 
+using F4 = float __attribute__((vector_size(16)));
 using F8 = float __attribute__((vector_size(32)));
 using I8 = int32_t __attribute__((vector_size(32)));
+// The widest: for work in which each lane stands alone, so that the width changes no result.
+#ifdef __AVX512F__
+using FW = float __attribute__((vector_size(64)));
+#else
+using FW = F8;
+#endif
+using IW = decltype(FW{} < FW{});
+constexpr int kWideLanes = sizeof(FW) / sizeof(float);
+template <class V>
+constexpr int kLanes = sizeof(V) / sizeof(float);
 
 constexpr float kNegInf = -__builtin_inff();
 constexpr float kF16Max = 65504.0f;
@@ -33,27 +44,31 @@ constexpr float kF16Max = 65504.0f;
 PHLOEM_INLINE int min_of(int a, int b) { return a < b ? a : b; }
 PHLOEM_INLINE int max_of(int a, int b) { return a > b ? a : b; }
 
-PHLOEM_INLINE F8 load(const float* p) {
-  F8 v;
+template <class V>
+PHLOEM_INLINE V load_as(const float* p) {
+  V v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-PHLOEM_INLINE void store(float* p, F8 v) { std::memcpy(p, &v, sizeof v); }
+PHLOEM_INLINE F8 load(const float* p) { return load_as<F8>(p); }
+template <class V>
+PHLOEM_INLINE void store(float* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
 // The value, and the compiler's word that it stays in a register: left alone it loads a vector again at each use, and
 // loads are what the inner loops have fewest of; and it regroups chains of integer additions into trees that fill the
 // stack.
+template <class V>
+PHLOEM_INLINE V in_register(V v) {
 #ifdef __AVX2__
-PHLOEM_INLINE F8 in_register(F8 v) {
   asm("" : "+v"(v));
-  return v;
-}
-PHLOEM_INLINE __m256i in_register(__m256i v) {
-  asm("" : "+v"(v));
-  return v;
-}
-#else
-PHLOEM_INLINE F8 in_register(F8 v) { return v; }
 #endif
+  return v;
+}
+template <class V>
+PHLOEM_INLINE V splat_as(float x) {
+  return x - V{};  // minus zero keeps the sign of x
+}
 PHLOEM_INLINE F8 splat(float x) { return F8{x, x, x, x, x, x, x, x}; }
 PHLOEM_INLINE I8 splat_int(int32_t x) { return I8{x, x, x, x, x, x, x, x}; }
 PHLOEM_INLINE F8 as_float(I8 v) { return reinterpret_cast<F8>(v); }
@@ -82,6 +97,11 @@ PHLOEM_INLINE F8 fma(F8 a, F8 b, F8 c) {
   return a * b + c;
 #endif
 }
+#ifdef __AVX512F__
+PHLOEM_INLINE FW max(FW a, FW b) { return _mm512_maskz_max_ps(0xffff, a, b); }
+PHLOEM_INLINE FW min(FW a, FW b) { return _mm512_maskz_min_ps(0xffff, a, b); }
+PHLOEM_INLINE FW fma(FW a, FW b, FW c) { return _mm512_fmadd_ps(a, b, c); }
+#endif
 PHLOEM_INLINE float fma(float a, float b, float c) {
 #ifdef __AVX2__
   return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c)));
@@ -91,37 +111,44 @@ PHLOEM_INLINE float fma(float a, float b, float c) {
 }
 PHLOEM_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 
+PHLOEM_INLINE F4 low_half(F8 v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+PHLOEM_INLINE F4 high_half(F8 v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+
 // Sum of the lanes in one fixed order: ((0+4)+(2+6)) + ((1+5)+(3+7)).
 PHLOEM_INLINE float sum_lanes(F8 v) {
-  const float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
-  return (a + c) + (b + d);
+  const F4 fours = low_half(v) + high_half(v);
+  const F4 twos = fours + __builtin_shufflevector(fours, fours, 2, 3, 0, 1);
+  return twos[0] + twos[1];
 }
 PHLOEM_INLINE float max_lanes(F8 v) {
-  float top = v[0];
-  for (int i = 1; i < 8; ++i) top = v[i] > top ? v[i] : top;
-  return top;
+  v = max(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+  v = max(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+  return v[0] > v[1] ? v[0] : v[1];
 }
 
 // e^x to about 2 ulp; 0 below -87.3 (so for -inf too), finite above. 2^n * P(r) with x = n ln 2 + r, |r| <= ln 2 / 2:
 // P is the Taylor polynomial of degree 7, whose remainder on that range is below 2^-27.
-PHLOEM_INLINE F8 exp(F8 x) {
-  const F8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
-  const I8 tiny = x < splat(-87.3f);
-  x = min(max(x, splat(-87.3f)), splat(88.3f));
-  const F8 shifted = fma(x, splat(1.44269504f), magic);
-  const F8 n = shifted - magic;
-  F8 r = fma(n, splat(-0.693359375f), x);
-  r = fma(n, splat(2.12194440e-4f), r);
-  F8 p = splat(1.98412698e-4f);
-  p = fma(p, r, splat(1.38888889e-3f));
-  p = fma(p, r, splat(8.33333333e-3f));
-  p = fma(p, r, splat(4.16666667e-2f));
-  p = fma(p, r, splat(1.66666667e-1f));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  const I8 power = (as_int(shifted) - as_int(magic) + splat_int(127)) << 23;
-  return as_float(as_int(p * as_float(power)) & ~tiny);
+template <class V>
+PHLOEM_INLINE V exp(V x) {
+  using I = decltype(x < x);
+  const V magic = splat_as<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
+  const V least = splat_as<V>(-87.3f);
+  const I tiny = x < least;
+  x = min(max(x, least), splat_as<V>(88.3f));
+  const V shifted = fma(x, splat_as<V>(1.44269504f), magic);
+  const V n = shifted - magic;
+  V r = fma(n, splat_as<V>(-0.693359375f), x);
+  r = fma(n, splat_as<V>(2.12194440e-4f), r);
+  V p = splat_as<V>(1.98412698e-4f);
+  p = fma(p, r, splat_as<V>(1.38888889e-3f));
+  p = fma(p, r, splat_as<V>(8.33333333e-3f));
+  p = fma(p, r, splat_as<V>(4.16666667e-2f));
+  p = fma(p, r, splat_as<V>(1.66666667e-1f));
+  p = fma(p, r, splat_as<V>(0.5f));
+  p = fma(p, r, splat_as<V>(1.0f));
+  p = fma(p, r, splat_as<V>(1.0f));
+  const I power = (reinterpret_cast<I>(shifted) - reinterpret_cast<I>(magic) + 127) << 23;
+  return reinterpret_cast<V>(reinterpret_cast<I>(p * reinterpret_cast<V>(power)) & ~tiny);
 }
 PHLOEM_INLINE float exp(float x) { return exp(splat(x))[0]; }
 
@@ -178,6 +205,14 @@ PHLOEM_INLINE F8 load_f16(const uint16_t* p) {
   return v;
 #endif
 }
+#ifdef __AVX512F__
+PHLOEM_INLINE FW widen_f16(__m256i halves) { return _mm512_maskz_cvtph_ps(0xffff, halves); }
+PHLOEM_INLINE FW load_wide_f16(const uint16_t* p) {
+  return widen_f16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#else
+PHLOEM_INLINE FW load_wide_f16(const uint16_t* p) { return load_f16(p); }
+#endif
 PHLOEM_INLINE void store_f16(uint16_t* p, F8 v) {
 #ifdef __AVX2__
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -195,14 +230,11 @@ PHLOEM_INLINE F8 load_bf16(const uint16_t* p) {
   return as_float(v);
 #endif
 }
-PHLOEM_INLINE F8 load_i8(const int8_t* p) {
-#ifdef __AVX2__
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-  F8 v;
-  for (int i = 0; i < 8; ++i) v[i] = static_cast<float>(p[i]);
-  return v;
-#endif
+template <class V>
+PHLOEM_INLINE V load_i8(const int8_t* p) {
+  int8_t __attribute__((vector_size(kLanes<V>))) bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, V);
 }
 // Round to nearest even and store as int8; |v| <= 127. Returns the rounded values.
 PHLOEM_INLINE I8 store_i8(int8_t* p, F8 v) {
