@@ -88,27 +88,32 @@ def _stamp(place: Place, name: str) -> Path:
 
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
 LLAMA_OFF = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL", "TOOLS_INSTALL")
-LLAMA_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-DLLAMA_{name}=OFF" for name in LLAMA_OFF))
+LLAMA_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", *(f"-DLLAMA_{name}=OFF" for name in LLAMA_OFF))
+LLAMA_ISAS: Mapping[str, tuple[str, ...]] = {
+    "auto": ("-DGGML_NATIVE=ON",),
+    "avx2": ("-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"))),
+}
+"""Builds of llama.cpp: for all that this machine's CPU can do, or for less."""
 
 
-def llama_libraries(place: Place) -> Path:
+def llama_libraries(place: Place, isa: str = "auto") -> Path:
     """The folder that llama-server and the shared libraries of llama.cpp are built into."""
-    return place.root / "llama-build" / "bin"
+    return place.root / ("llama-build" if isa == "auto" else f"llama-build-{isa}") / "bin"
 
 
 def _llama_binary(place: Place) -> Path:
     return llama_libraries(place) / "llama-server"
 
 
-def build_llama(place: Place) -> None:
-    """Build llama-server, for this machine's own CPU, from the sources that the sdist of llama-cpp-python holds.
+def build_llama(place: Place, isa: str = "auto") -> None:
+    """Build llama-server, for one of LLAMA_ISAS, from the sources that the sdist of llama-cpp-python holds.
 
     The Python server of that package answers one request at a time; llama-server is the fair peer. Takes minutes.
     """
-    if _llama_binary(place).exists():
+    if (llama_libraries(place, isa) / "llama-server").exists():
         return
     sdist = place.root / "sdist"
-    source, build = place.root / "llama-source", place.root / "llama-build"
+    source, build = place.root / "llama-source", llama_libraries(place, isa).parent
     # Only this package as source: its build tools may come ready-made.
     options = ["--no-deps", "--no-binary", "llama-cpp-python", "-d", str(sdist)]
     run_logged(place, "llama-server", [sys.executable, "-m", "pip", "download", *options, LLAMA_SDIST])
@@ -118,7 +123,7 @@ def build_llama(place: Place) -> None:
         place,
         "llama-server",
         ["tar", "xzf", str(archive), "-C", str(source), "--strip-components=1"],
-        ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *LLAMA_FLAGS],
+        ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *LLAMA_FLAGS, *LLAMA_ISAS[isa]],
         ["cmake", "--build", str(build), "--target", "llama-server", "-j", str(_cores())],
     )
 
@@ -183,7 +188,7 @@ def _cores() -> int:
 
 
 PEERS = (
-    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, build_llama, _llama_command),
+    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, lambda place: build_llama(place), _llama_command),
     Peer(
         "vLLM",
         "float32",

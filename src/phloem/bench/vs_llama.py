@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from phloem import __version__
 from phloem.bench import metrics, vs_worker
-from phloem.bench.peers import LLAMA_SDIST, PeerError, Place, build_llama, llama_libraries, run_logged
+from phloem.bench.peers import LLAMA_ISAS, LLAMA_SDIST, PeerError, Place, build_llama, llama_libraries, run_logged
 from phloem.models.find_model import find_model
 
 PEER = "llama-cpp-python"
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}), metavar="N", help="to try")
     parser.add_argument("--flash", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="flash attention, to try")
+    parser.add_argument("--isa", choices=LLAMA_ISAS, default="auto", help="of both engines (default: auto, the best)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; medians are shown (default: 3)")
     parser.add_argument("--root", default="build/peers", metavar="DIR", help="peer and models (default: build/peers)")
     parser.add_argument("--model", default="", metavar="PATH", help="a .gguf file (default: the demo model)")
@@ -53,32 +54,38 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", default="bench-vs-llama.json", metavar="FILE", help="(default: bench-vs-llama.json)")
     arguments = parser.parse_args(argv)
     place = Place(Path(arguments.root).resolve(), find_model(arguments.model).resolve())
-    install(place)
-    models = {name: typed_model(place, name) for name in arguments.types}
+    install(place, arguments.isa)
+    models = {name: typed_model(place, arguments.isa, name) for name in arguments.types}
     if arguments.prepare:
         return 0
     tried = [(threads, flash) for threads in arguments.threads for flash in arguments.flash]
-    settings = best_settings(lambda setting: llama(place, place.model, setting), tried, arguments.cases)
-    ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores), "auto"]
+    settings = best_settings(lambda setting: llama(place, arguments.isa, place.model, setting), tried, arguments.cases)
+    ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores), arguments.isa]
     engines = {US: dict.fromkeys(settings, ours)}
     for name, model in models.items():
-        engines[f"llama.cpp {name}"] = {kind: llama(place, model, settings[kind]) for kind in settings}
+        engines[f"llama.cpp {name}"] = {kind: llama(place, arguments.isa, model, settings[kind]) for kind in settings}
     runs = alternate(engines, arguments.cases, arguments.rounds)
     figures = {case: figure(case, runs) for case in arguments.cases}
     print(markdown(figures))
     for kind, (threads, flash) in settings.items():
         print(f"llama.cpp, {kind}: {threads} threads, flash attention {'on' if flash else 'off'}")
-    head = {"phloem": __version__, "llama.cpp": LLAMA_SDIST, "model": place.model.name, **metrics.machine()}
+    head = {
+        "phloem": __version__,
+        "isa": arguments.isa,
+        "llama.cpp": LLAMA_SDIST,
+        "model": place.model.name,
+        **metrics.machine(),
+    }
     metrics.write_json(Path(arguments.json), {**head, "settings": settings, "figures": figures, "runs": runs})
     return 0
 
 
-def install(place: Place) -> None:
-    """Install llama-cpp-python in an environment of its own, over the libraries built with llama-server."""
+def install(place: Place, isa: str) -> None:
+    """Build llama.cpp, and install llama-cpp-python, which is told at run time which build to load, without its own."""
+    build_llama(place, isa)
     complete = place.root / PEER / "complete"
     if complete.exists():
         return
-    build_llama(place)
     python = str(place.python(PEER))
     flags = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF"}
     make = [sys.executable, "-m", "venv", str(place.root / PEER)]
@@ -86,26 +93,27 @@ def install(place: Place) -> None:
     complete.touch()
 
 
-def typed_model(place: Place, name: str) -> Path:
+def typed_model(place: Place, isa: str, name: str) -> Path:
     """The model with weights of a type: the file itself where it has it, else converted by llama.cpp, once."""
     if name in place.model.stem.upper():
         return place.model
     target = place.root / f"{place.model.stem}.{name}.gguf"
     if not target.exists():
         part = target.with_suffix(".part")
-        run_logged(place, f"quantize-{name}", [*worker(place), "quantize", str(place.model), str(part), name])
+        run_logged(place, f"quantize-{name}", [*worker(place, isa), "quantize", str(place.model), str(part), name])
         part.rename(target)
     return target
 
 
-def worker(place: Place) -> list[str]:
+def worker(place: Place, isa: str) -> list[str]:
     """vs_worker under llama.cpp's interpreter."""
-    return ["env", f"LLAMA_CPP_LIB_PATH={llama_libraries(place)}", str(place.python(PEER)), "-P", vs_worker.__file__]
+    libraries = f"LLAMA_CPP_LIB_PATH={llama_libraries(place, isa)}"
+    return ["env", libraries, str(place.python(PEER)), "-P", vs_worker.__file__]
 
 
-def llama(place: Place, model: Path, setting: Setting) -> list[str]:
+def llama(place: Place, isa: str, model: Path, setting: Setting) -> list[str]:
     """Command of a llama.cpp process."""
-    return [*worker(place), "serve", str(model), *map(str, setting)]
+    return [*worker(place, isa), "serve", str(model), *map(str, setting)]
 
 
 class Process:
