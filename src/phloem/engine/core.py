@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 MIXED_STEP_S = 0.25
 """A step in which sequences decode should not take longer than this because of prefill rows in it."""
 
+JOIN_S = 0.04
+"""A step in which a prompt finishes should not take this much longer because of prompts that can go into the next."""
+
 _IDLE_RETRY_S = 0.01
 
 
@@ -188,8 +191,12 @@ class EngineCore:
         self._seconds_per_row = old + 0.2 * (per_row - old)
         scheduler = self._scheduler
         scheduler.tokens_per_s = 1.0 / self._seconds_per_row
-        rows = int(MIXED_STEP_S / self._seconds_per_row)
-        scheduler.mixed_prefill_rows = max(16, min(scheduler.chunk_size, rows))
+        scheduler.mixed_prefill_rows = self._rows_in(MIXED_STEP_S)
+        scheduler.join_rows = self._rows_in(JOIN_S)
+
+    def _rows_in(self, seconds: float) -> int:
+        """Prefill rows that take about so long: at least 16, at most a chunk."""
+        return max(16, min(self._scheduler.chunk_size, int(seconds / self._seconds_per_row)))
 
     def _publish(self) -> None:
         scheduler = self._scheduler

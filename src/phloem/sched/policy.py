@@ -22,8 +22,8 @@ AGING = 0.1
 """What waiting is worth: this share of the tokens that could have been computed meanwhile.
 
 It only has to keep a costly request from standing behind an endless row of cheap ones; OVERDUE_PASSES bounds the wait.
-At 95 % load, nine in ten of them hot, hot requests had a median TTFT of 3.5 s with 1.0, 2.0 s with 0.25, 1.5 s with
-0.05; cold ones a p99 of 22.8, 23.6 and 24.3 s (fcfs: 5.7 s and 20.5 s).
+At 95 % load, nine in ten of them hot, hot requests had a median TTFT of 3.7 s with 1.0, 1.8 s with 0.25, 1.5 s with
+0.05; cold ones a p99 of 22.4, 24.1 and 24.1 s (fcfs: 5.7 s and 20.5 s).
 """
 
 FAIR_QUANTUM = 8192.0

@@ -19,6 +19,7 @@ from phloem.config import SchedulePolicy
 from phloem.errors import PhloemError, QueueFullError, RequestTimeoutError
 from phloem.kv.manager import KVCacheManager
 from phloem.sched.backlog import Backlog
+from phloem.sched.budget import PrefillBudget
 from phloem.sched.plan import PlanBuilder
 from phloem.sched.policy import OVERDUE_PASSES, OutputEstimate
 from phloem.sched.sequence import Sequence, Status, make_sequence
@@ -61,8 +62,8 @@ class Scheduler:
     """Continuous batching around the radix tree.
 
     `schedule` and `update` alternate; between them `add`, `abort` and `fail` are not called.
-    `mixed_prefill_rows` caps prefill in a step that also decodes, and `tokens_per_s` scales aging: the engine sets
-    both from measured step times.
+    `mixed_prefill_rows` caps prefill in a step that also decodes, `join_rows` what may be added to a step in which a
+    prompt finishes, and `tokens_per_s` scales aging: the engine sets them from measured step times.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.chunk_size = chunk_size
         self.mixed_prefill_rows = chunk_size
+        self.join_rows = chunk_size
         self.tokens_per_s = 500.0
         self.stats = SchedulerStats()
         self.estimate = OutputEstimate()
@@ -263,28 +265,27 @@ class Scheduler:
 
     def _schedule_prefills(self, plan: PlanBuilder, now_s: float) -> None:
         """Spend the step's rows on prompts: first those that run, then admissions, then what is left over."""
-        budget = max(self.chunk_size - plan.num_rows, min(self.chunk_size, MIN_PREFILL_ROWS))
-        if plan.num_rows:
-            budget = min(budget, max(self.mixed_prefill_rows, 1))
         # Mostly all decode and nobody waits or wants more: then there is no need to ask each.
         prefilling = [s for s in self.running if s.needs_rows] if plan.num_rows < len(self.running) else []
         contested = len(prefilling) + len(self.backlog) > 1
-        # No prompt takes more than half of a step while others want rows: short ones behind a long one get through.
-        share = max(1, budget // 2) if contested else budget
+        num_rows = max(self.chunk_size - plan.num_rows, min(self.chunk_size, MIN_PREFILL_ROWS))
+        if plan.num_rows:
+            num_rows = min(num_rows, max(self.mixed_prefill_rows, 1))
+        budget = PrefillBudget(num_rows, max(1, num_rows // 2) if contested else num_rows, self.join_rows)
         for sequence in prefilling:
-            budget -= self._prefill(plan, sequence, min(budget, share))
-        admitted: list[Sequence] = []
-        if len(self.backlog) and budget > 0:
-            budget = self._admit(plan, budget, share, admitted, now_s)
+            self._prefill(plan, sequence, budget)
+        admitted = self._admit(plan, budget, now_s) if len(self.backlog) else []
+        budget.share = budget.num_left
         for sequence in [*prefilling, *admitted]:
-            if budget > 0 and sequence.needs_rows:
-                budget -= self._prefill(plan, sequence, budget)
+            if sequence.needs_rows:
+                self._prefill(plan, sequence, budget)
 
-    def _prefill(self, plan: PlanBuilder, sequence: Sequence, max_rows: int) -> int:
-        """Add up to `max_rows` rows of a prompt; return how many (0 where no pages are to be had)."""
-        if max_rows <= 0 or (sequence.is_scoring and plan.has(sequence)):
-            return 0
+    def _prefill(self, plan: PlanBuilder, sequence: Sequence, budget: PrefillBudget) -> None:
+        """Add the rows of a prompt that the budget offers, or as many as there are pages for."""
         manager = self.manager
+        max_rows = budget.offer(self._rows_wanted(sequence))
+        if max_rows <= 0 or (sequence.is_scoring and plan.has(sequence)):
+            return
         tokens = sequence.tokens[: sequence.num_tokens]
         if sequence.num_computed < sequence.num_tokens:
             shared = manager.advance(sequence.cursor, tokens[sequence.num_computed :])
@@ -297,13 +298,21 @@ class Scheduler:
             end -= end % manager.page_size
         end, first_write = self._append(plan.step_id, sequence, end)
         if end <= start:
-            return 0
+            return
         plan.add_rows(sequence, start, end, first_write)
+        budget.take(end - start, finishes=end == sequence.num_tokens)
         if sequence.num_output == 0:
             sequence.note_prompt_rows(end - start)
         self.stats.num_prefill_rows += end - start
         self.backlog.shares.charge_prefill(sequence.client_id, end - start)
-        return end - start
+
+    def _rows_wanted(self, sequence: Sequence) -> int:
+        """Rows before the next token can be drawn, after what the tree has by now, this step's pending tokens too."""
+        num_cached = sequence.num_computed
+        if num_cached % self.manager.page_size == 0:  # inside a page the cursor cannot advance
+            tokens = sequence.tokens[: sequence.num_tokens]
+            num_cached = max(num_cached, self.manager.peek(sequence.namespace_id, tokens, sequence.probe).length)
+        return sequence.num_tokens - sequence.first_row_after(num_cached)
 
     def _append(self, step_id: int, sequence: Sequence, end: int) -> tuple[int, int]:
         """Put the tokens up to `end` into the tree, or as many as there are pages for.
@@ -335,15 +344,18 @@ class Scheduler:
 
     # --- admission and retraction ---
 
-    def _admit(self, plan: PlanBuilder, budget: int, share: int, admitted: list[Sequence], now_s: float) -> int:
-        """Admit waiting sequences in policy order while rows, places and memory last; return the rows left."""
-        if len(self.running) >= self.max_running or self._memory_is_short:
-            return budget
+    def _admit(self, plan: PlanBuilder, budget: PrefillBudget, now_s: float) -> list[Sequence]:
+        """Admit waiting sequences in policy order while rows, places and memory last; return them."""
+        admitted: list[Sequence] = []
+        if len(self.running) >= self.max_running or self._memory_is_short or budget.num_left <= 0:
+            return admitted
         num_skipped = 0
         for slot in self.backlog.candidates(now_s=now_s, tokens_per_s=self.tokens_per_s):
-            if budget <= 0 or num_skipped > OVERDUE_PASSES or len(self.running) >= self.max_running:
+            if num_skipped > OVERDUE_PASSES or len(self.running) >= self.max_running:
                 break
             sequence = self.backlog.queue.at(slot)
+            if not budget.offer(self._rows_wanted(sequence)):
+                break
             if not self._try_admit(sequence, self.backlog.matched(slot)):
                 # An overdue one is not overtaken again: memory is left to gather for it.
                 if self.backlog.is_overdue(slot):
@@ -351,8 +363,8 @@ class Scheduler:
                 num_skipped += 1
                 continue
             admitted.append(sequence)
-            budget -= self._prefill(plan, sequence, min(budget, share))
-        return budget
+            self._prefill(plan, sequence, budget)
+        return admitted
 
     def _try_admit(self, sequence: Sequence, matched: int) -> bool:
         """Lock the cached prefix and take a place, if prompt and expected output fit beside what runs."""
@@ -436,7 +448,7 @@ class Scheduler:
         elif sequence.num_tokens >= sequence.max_total:
             delta = self._end(sequence, FinishReason.LENGTH)
         else:
-            delta = _news(sequence)
+            delta = sequence.take_news()
         delta.token_ids.append(token_id)
         delta.logprobs = logprobs
         return delta
@@ -463,7 +475,7 @@ class Scheduler:
             self.stats.num_aborted += 1
         else:
             self.stats.num_failed += 1
-        delta = _news(sequence)
+        delta = sequence.take_news()
         delta.finish_reason = reason
         delta.embedding = sequence.embedding
         delta.error = error
@@ -473,20 +485,6 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, request_id = heapq.heappop(self._deadlines)
             self.abort(request_id, error=RequestTimeoutError("the request passed its deadline before it was finished"))
-
-
-def _news(sequence: Sequence) -> TokenDelta:
-    request = sequence.request
-    delta = TokenDelta(
-        request.request_id,
-        sequence.index,
-        [],
-        num_prompt_tokens=sequence.num_prompt,
-        cached_tokens=sequence.cached_tokens,
-    )
-    if sequence.prompt_logprobs:
-        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-    return delta
 
 
 def _token_logprob(token_id: int, logprob: float, top: TopLogprobs | None) -> TokenLogprob:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phloem.kv.manager import Probe
-from phloem.types import Float32Array, Int32Array, LogitRow, Pooling, Request, TokenLogprob
+from phloem.types import Float32Array, Int32Array, LogitRow, Pooling, Request, TokenDelta, TokenLogprob
 
 Float64Array = NDArray[np.float64]
 
@@ -110,9 +110,11 @@ class Sequence:
     @property
     def next_row(self) -> int:
         """First position whose row must still be computed: at least the last token's, for its logits."""
-        if self.is_scoring:
-            return min(self.num_computed, self.num_scored)
-        return min(self.num_computed, self.num_tokens - 1)
+        return self.first_row_after(self.num_computed)
+
+    def first_row_after(self, num_cached: int) -> int:
+        """What `next_row` is once so many tokens have their K/V."""
+        return min(num_cached, self.num_scored if self.is_scoring else self.num_tokens - 1)
 
     @property
     def embedding(self) -> Float32Array | None:
@@ -132,6 +134,19 @@ class Sequence:
         """So many rows of the prompt were scheduled; the tokens without a row of their own came from the cache."""
         self.num_prompt_rows += count
         self.cached_tokens = max(0, self.num_prompt - self.num_prompt_rows)
+
+    def take_news(self) -> TokenDelta:
+        """A delta without tokens: the counters as they are, and the prompt logprobs since the last one."""
+        delta = TokenDelta(
+            self.request.request_id,
+            self.index,
+            [],
+            num_prompt_tokens=self.num_prompt,
+            cached_tokens=self.cached_tokens,
+        )
+        if self.prompt_logprobs:
+            delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        return delta
 
     def append_token(self, token_id: int) -> None:
         """Add one drawn token; amortised O(1)."""

@@ -134,6 +134,7 @@ def test_random_mixes_equal_runs_alone(policy: SchedulePolicy, page_size: int) -
             chunk_size=rng.choice([1, 5, 16, 64]),
             policy=policy,
         )
+        drive.scheduler.join_rows = rng.choice([1, 8, drive.scheduler.chunk_size])
         _drive_random_mix(drive, rng)
         drive.check_answers()
         retractions += drive.scheduler.stats.num_retractions
