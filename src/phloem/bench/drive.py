@@ -157,3 +157,5 @@ class Drive:
             assert (np.diff(positions) == 1).all()
             table = plan.slot_table[plan.seq_table_row[s], : positions[-1] + 1]
             assert len(np.unique(table)) == len(table), "two positions of a sequence share a slot"
+            writes = plan.write_slots[plan.seq_row_start[s] : plan.seq_row_start[s + 1]]
+            assert ((writes < 0) | (writes == table[positions])).all(), "a row writes a slot that is not its own"

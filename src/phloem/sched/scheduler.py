@@ -284,7 +284,9 @@ class Scheduler:
         """Add the rows of a prompt that the budget offers, or as many as there are pages for."""
         manager = self.manager
         max_rows = budget.offer(self._rows_wanted(sequence))
-        if max_rows <= 0 or (sequence.is_scoring and plan.has(sequence)):
+        # Filling a page may change it for an equal one; rows of this step may be about to write the old one.
+        is_inside_page = sequence.num_computed % manager.page_size > 0
+        if max_rows <= 0 or ((sequence.is_scoring or is_inside_page) and plan.has(sequence)):
             return
         tokens = sequence.tokens[: sequence.num_tokens]
         if sequence.num_computed < sequence.num_tokens:

@@ -305,3 +305,16 @@ def test_ten_thousand_waiting_are_fine() -> None:
     drive.scheduler.abort_all(StepFailedError("enough"))
     drive.run()
     assert all(answer.finish_reason is not None for answer in drive.answers.values())
+
+
+def test_a_page_that_may_be_changed_for_an_equal_one_gets_no_more_rows_in_the_step() -> None:
+    """One prompt is inside a page that another sequence fills first, by drawing the same tokens."""
+    drive = Drive(KVCacheManager(num_pages=64, page_size=16), chunk_size=16, max_running=2, policy="fcfs")
+    drive.add(make_request("ahead", range(20), max_tokens=40))
+    while len(drive.answer("ahead").token_ids) < 11:
+        drive.step()
+    drive.scheduler.mixed_prefill_rows = 8
+    drive.add(make_request("behind", [*range(20), *drive.expected_tokens("ahead", 0, 20)], max_tokens=1))
+    drive.add(make_request("waiting", range(500, 540), max_tokens=1))
+    drive.run()
+    drive.check_answers()
