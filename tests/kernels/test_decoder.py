@@ -67,6 +67,25 @@ def test_rounding_stays_within_its_bound(quantization: Any, kv_cache_dtype: Any,
     assert np.square(error).mean() < bound**2 * np.square(unit).mean()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "q8", "q4"])
+def test_the_width_of_registers_changes_no_bit(quantization: Any, kv_cache_dtype: Any) -> None:
+    """All but the portable build, which rounds a product before it adds it, give equal logits."""
+    for head_dim in (8, 24, 64):  # tails of eight lanes, and none
+        spec = random_spec(head_dim=head_dim)
+        weights = random_weights(spec)
+        plan = prompt_and_branch(spec.vocab_size)
+        found = [
+            NativeRunner(
+                spec, weights, num_slots=400, quantization=quantization, kv_cache_dtype=kv_cache_dtype, isa=isa
+            ).logits(plan)
+            for isa in supported_isas()
+            if isa != "portable"
+        ]
+        for logits in found:
+            np.testing.assert_array_equal(logits, found[0])
+
+
 def test_bad_plans_are_refused_and_write_nothing() -> None:
     spec = random_spec()
     weights = random_weights(spec)
