@@ -6,6 +6,7 @@ drawn: it comes with the optional extra `bench`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -172,7 +173,11 @@ def throughput_against_agents(runs: Sequence[Run], colours: Mapping[str, str]) -
         for label, by_agents in medians.items():
             xs, ys = zip(*sorted(by_agents.items()), strict=True)
             axes.plot(xs, ys, "o-", color=colours[label], linewidth=2, markersize=5, label=label)
-            axes.annotate(f"{ys[-1]:,.0f}", (xs[-1], ys[-1]), (7, -3), textcoords="offset points", color=colours[label])
+        last = {label: by_agents[max(by_agents)] for label, by_agents in medians.items()}
+        heights = dict(zip(last, apart(list(last.values()), max(last.values()) / 22), strict=True))
+        for label, value in last.items():
+            at = (max(medians[label]), heights[label])
+            axes.annotate(f"{value:,.0f}", at, (7, -3), textcoords="offset points", color=colours[label])
         axes.set_xscale("log")
         axes.set_xticks(counts, [str(n) for n in counts])
         axes.minorticks_off()
@@ -181,6 +186,16 @@ def throughput_against_agents(runs: Sequence[Run], colours: Mapping[str, str]) -
     axes.set_ylim(bottom=0)
     axes.set_ylabel("prompt + output tokens per second")
     return figure
+
+
+def apart(values: Sequence[float], gap: float) -> list[float]:
+    """The values, in their order, moved up where two are closer than `gap`, so that labels there can be read."""
+    heights = [0.0] * len(values)
+    least = -math.inf
+    for i in sorted(range(len(values)), key=values.__getitem__):
+        heights[i] = max(values[i], least)
+        least = heights[i] + gap
+    return heights
 
 
 def memory_over_time(runs: Sequence[Run], colours: Mapping[str, str]) -> Figure | None:
