@@ -36,10 +36,14 @@ class PeerError(PhloemError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a peer lives and what it serves: `root` holds environments and builds, `model` is the GGUF file."""
+    """Where a peer lives and what it serves: `root` holds environments and builds, `model` is the GGUF file.
+
+    `isa`, of LLAMA_ISAS, names the build of llama.cpp.
+    """
 
     root: Path
     model: Path
+    isa: str = "auto"
 
     def python(self, name: str) -> Path:
         return self.root / name / "bin" / "python"
@@ -96,24 +100,24 @@ LLAMA_ISAS: Mapping[str, tuple[str, ...]] = {
 """Builds of llama.cpp: for all that this machine's CPU can do, or for less."""
 
 
-def llama_libraries(place: Place, isa: str = "auto") -> Path:
+def llama_libraries(place: Place) -> Path:
     """The folder that llama-server and the shared libraries of llama.cpp are built into."""
-    return place.root / ("llama-build" if isa == "auto" else f"llama-build-{isa}") / "bin"
+    return place.root / ("llama-build" if place.isa == "auto" else f"llama-build-{place.isa}") / "bin"
 
 
 def _llama_binary(place: Place) -> Path:
     return llama_libraries(place) / "llama-server"
 
 
-def build_llama(place: Place, isa: str = "auto") -> None:
-    """Build llama-server, for one of LLAMA_ISAS, from the sources that the sdist of llama-cpp-python holds.
+def build_llama(place: Place) -> None:
+    """Build llama-server, for the place's instruction set, from the sources that the sdist of llama-cpp-python holds.
 
     The Python server of that package answers one request at a time; llama-server is the fair peer. Takes minutes.
     """
-    if (llama_libraries(place, isa) / "llama-server").exists():
+    if _llama_binary(place).exists():
         return
     sdist = place.root / "sdist"
-    source, build = place.root / "llama-source", llama_libraries(place, isa).parent
+    source, build = place.root / "llama-source", llama_libraries(place).parent
     # Only this package as source: its build tools may come ready-made.
     options = ["--no-deps", "--no-binary", "llama-cpp-python", "-d", str(sdist)]
     run_logged(place, "llama-server", [sys.executable, "-m", "pip", "download", *options, LLAMA_SDIST])
@@ -123,7 +127,7 @@ def build_llama(place: Place, isa: str = "auto") -> None:
         place,
         "llama-server",
         ["tar", "xzf", str(archive), "-C", str(source), "--strip-components=1"],
-        ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *LLAMA_FLAGS, *LLAMA_ISAS[isa]],
+        ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *LLAMA_FLAGS, *LLAMA_ISAS[place.isa]],
         ["cmake", "--build", str(build), "--target", "llama-server", "-j", str(_cores())],
     )
 
@@ -188,7 +192,7 @@ def _cores() -> int:
 
 
 PEERS = (
-    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, lambda place: build_llama(place), _llama_command),
+    Peer("llama-server", "Q4_1 weights, f16 K/V", _llama_binary, build_llama, _llama_command),
     Peer(
         "vLLM",
         "float32",

@@ -53,17 +53,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prepare", action="store_true", help="install only, measure nothing")
     parser.add_argument("--json", default="bench-vs-llama.json", metavar="FILE", help="(default: bench-vs-llama.json)")
     arguments = parser.parse_args(argv)
-    place = Place(Path(arguments.root).resolve(), find_model(arguments.model).resolve())
-    install(place, arguments.isa)
-    models = {name: typed_model(place, arguments.isa, name) for name in arguments.types}
+    place = Place(Path(arguments.root).resolve(), find_model(arguments.model).resolve(), arguments.isa)
+    install(place)
+    models = {name: typed_model(place, name) for name in arguments.types}
     if arguments.prepare:
         return 0
     tried = [(threads, flash) for threads in arguments.threads for flash in arguments.flash]
-    settings = best_settings(lambda setting: llama(place, arguments.isa, place.model, setting), tried, arguments.cases)
-    ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores), arguments.isa]
+    settings = best_settings(lambda setting: llama(place, place.model, setting), tried, arguments.cases)
+    ours = [sys.executable, "-m", "phloem.bench.vs_phloem", str(place.model), str(cores), place.isa]
     engines = {US: dict.fromkeys(settings, ours)}
     for name, model in models.items():
-        engines[f"llama.cpp {name}"] = {kind: llama(place, arguments.isa, model, settings[kind]) for kind in settings}
+        engines[f"llama.cpp {name}"] = {kind: llama(place, model, settings[kind]) for kind in settings}
     runs = alternate(engines, arguments.cases, arguments.rounds)
     figures = {case: figure(case, runs) for case in arguments.cases}
     print(markdown(figures))
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"llama.cpp, {kind}: {threads} threads, flash attention {'on' if flash else 'off'}")
     head = {
         "phloem": __version__,
-        "isa": arguments.isa,
+        "isa": place.isa,
         "llama.cpp": LLAMA_SDIST,
         "model": place.model.name,
         **metrics.machine(),
@@ -80,9 +80,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def install(place: Place, isa: str) -> None:
+def install(place: Place) -> None:
     """Build llama.cpp, and install llama-cpp-python, which is told at run time which build to load, without its own."""
-    build_llama(place, isa)
+    build_llama(place)
     complete = place.root / PEER / "complete"
     if complete.exists():
         return
@@ -93,27 +93,27 @@ def install(place: Place, isa: str) -> None:
     complete.touch()
 
 
-def typed_model(place: Place, isa: str, name: str) -> Path:
+def typed_model(place: Place, name: str) -> Path:
     """The model with weights of a type: the file itself where it has it, else converted by llama.cpp, once."""
     if name in place.model.stem.upper():
         return place.model
     target = place.root / f"{place.model.stem}.{name}.gguf"
     if not target.exists():
         part = target.with_suffix(".part")
-        run_logged(place, f"quantize-{name}", [*worker(place, isa), "quantize", str(place.model), str(part), name])
+        run_logged(place, f"quantize-{name}", [*worker(place), "quantize", str(place.model), str(part), name])
         part.rename(target)
     return target
 
 
-def worker(place: Place, isa: str) -> list[str]:
+def worker(place: Place) -> list[str]:
     """vs_worker under llama.cpp's interpreter."""
-    libraries = f"LLAMA_CPP_LIB_PATH={llama_libraries(place, isa)}"
+    libraries = f"LLAMA_CPP_LIB_PATH={llama_libraries(place)}"
     return ["env", libraries, str(place.python(PEER)), "-P", vs_worker.__file__]
 
 
-def llama(place: Place, isa: str, model: Path, setting: Setting) -> list[str]:
+def llama(place: Place, model: Path, setting: Setting) -> list[str]:
     """Command of a llama.cpp process."""
-    return [*worker(place, isa), "serve", str(model), *map(str, setting)]
+    return [*worker(place), "serve", str(model), *map(str, setting)]
 
 
 class Process:

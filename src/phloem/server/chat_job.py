@@ -60,8 +60,9 @@ async def prepare_chat(
     context: ServerContext, caller: Caller, body: ChatBody, *, id_prefix: str = "chatcmpl-"
 ) -> ChatJob:
     """Check everything, compile the grammar, render and tokenise. Raises InvalidRequestError and its kinds."""
-    with client_names(_names(body)):
-        return await _prepare(context, caller, body, id_prefix)
+    names = _names(body)
+    with client_names(names):
+        return await _prepare(context, caller, body, id_prefix, names)
 
 
 def _names(body: ChatBody) -> Names:
@@ -74,7 +75,7 @@ def _names(body: ChatBody) -> Names:
     return names
 
 
-async def _prepare(context: ServerContext, caller: Caller, body: ChatBody, id_prefix: str) -> ChatJob:
+async def _prepare(context: ServerContext, caller: Caller, body: ChatBody, id_prefix: str, names: Names) -> ChatJob:
     model = context.check_model(body.model)
     n = num_choices(body)
     check_chat_fields(body)
@@ -111,7 +112,7 @@ async def _prepare(context: ServerContext, caller: Caller, body: ChatBody, id_pr
     def make_parser() -> AnswerParser:
         return plan.make_parser(inside, separate)
 
-    generation = Generation(context, job_id, [request], _names(body))
+    generation = Generation(context, job_id, [request], names)
     return ChatJob(body, job_id, model, engine.tokenizer, generation, make_parser)
 
 

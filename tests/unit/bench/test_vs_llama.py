@@ -125,9 +125,9 @@ def test_the_whole_command(
     tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(vs_llama, "install", lambda place, isa: None)
-    monkeypatch.setattr(vs_llama, "typed_model", lambda place, isa, name: place.root / name)
-    monkeypatch.setattr(vs_llama, "llama", lambda place, isa, model, setting: fake(model.name, log, 1.0))
+    monkeypatch.setattr(vs_llama, "install", lambda place: None)
+    monkeypatch.setattr(vs_llama, "typed_model", lambda place, name: place.root / name)
+    monkeypatch.setattr(vs_llama, "llama", lambda place, model, setting: fake(model.name, log, 1.0))
     out = tmp_path / "out.json"
     words = ["--root", str(tmp_path), "--json", str(out), "--rounds", "1", "--cases", "decode-32", "--types", "Q8_0"]
     assert vs_llama.main(words) == 0
@@ -151,7 +151,7 @@ def test_phloem_appends_to_each_sequence(demo_model: Path) -> None:
 
 def test_the_file_itself_is_used_where_it_has_the_type(tmp_path: Path) -> None:
     model = tmp_path / "m.Q4_1.gguf"
-    assert vs_llama.typed_model(Place(tmp_path, model), "auto", "Q4_1") == model
+    assert vs_llama.typed_model(Place(tmp_path, model), "Q4_1") == model
 
 
 def test_the_worker_needs_nothing_but_its_own_library() -> None:
