@@ -192,16 +192,8 @@ void load_tile_values(const AttendArgs& args, const Tile& tile, float* values) {
     const int64_t index = kv.vector_index(args.kv_head, tile.slots[key]);
     const float scale = kFormat == KvFormat::i8 ? kv.v_scale[index] : 1.0f;
     int i = 0;
-    for (; i + kWideLanes <= d; i += kWideLanes) {
-      FW v = load_kv<kFormat, FW>(kv.v, index * d + i);
-      if constexpr (kFormat == KvFormat::i8) v = v * scale;
-      store(values + i, v);
-    }
-    for (; i < d; i += 8) {
-      F8 v = load_kv<kFormat, F8>(kv.v, index * d + i);
-      if constexpr (kFormat == KvFormat::i8) v = v * scale;
-      store(values + i, v);
-    }
+    for (; i + kWideLanes <= d; i += kWideLanes) store(values + i, load_kv<kFormat, FW>(kv.v, index * d + i) * scale);
+    for (; i < d; i += 8) store(values + i, load_kv<kFormat, F8>(kv.v, index * d + i) * scale);
   }
 }
 
@@ -226,25 +218,25 @@ void prefetch_tile(const AttendArgs& args, const int32_t* slots, int num_keys) {
 }
 
 // weights[r][key] = q[r] . k[key] for kVectors registers of keys.
-template <class V, int kRows, int kVectors>
+template <int kRows, int kVectors>
 PHLOEM_INLINE void scores(const float* q, const float* keys, int d, float* weights) {
-  V sums[kRows][kVectors];
+  FW sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = V{};
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = FW{};
   for (int i = 0; i < d; ++i) {
-    V k[kVectors];
+    FW k[kVectors];
     for (int v = 0; v < kVectors; ++v)
-      k[v] = in_register(load_as<V>(keys + static_cast<size_t>(i) * kTile + kLanes<V> * v));
+      k[v] = in_register(load_as<FW>(keys + static_cast<size_t>(i) * kTile + kWideLanes * v));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const V a = splat_as<V>(q[static_cast<size_t>(r) * d + i]);
+      const FW a = splat_as<FW>(q[static_cast<size_t>(r) * d + i]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(a, k[v], sums[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(weights + r * kTile + kLanes<V> * v, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(weights + r * kTile + kWideLanes * v, sums[r][v]);
 }
 
 // In place: weights = exp(weights - maximum) with keys at and past `limit` masked. Returns maximum and sum, which is
@@ -322,8 +314,8 @@ void attend_rows(const AttendArgs& args, const Tile& tile, const Scratch& scratc
   const float* queries = scratch.queries + static_cast<size_t>(first) * d;
   int key = 0;
   for (; key + kWideLanes * kWide <= most; key += kWideLanes * kWide)
-    scores<FW, kRows, kWide>(queries, scratch.keys + key, d, scratch.weights + key);
-  for (; key < most; key += 16) scores<FW, kRows, kNarrow>(queries, scratch.keys + key, d, scratch.weights + key);
+    scores<kRows, kWide>(queries, scratch.keys + key, d, scratch.weights + key);
+  for (; key < most; key += 16) scores<kRows, kNarrow>(queries, scratch.keys + key, d, scratch.weights + key);
   Heads before{}, found{};
   for (int r = 0; r < kRows; ++r) {
     float m, l, *weights = scratch.weights + r * kTile;

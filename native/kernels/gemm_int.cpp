@@ -396,47 +396,40 @@ void product(const GemmArgs& args) {
   find_and_add_outliers<kFormat>(args);
 }
 
+// Adds to enough sums at once to hide the latency of an addition; returns how many additions that were.
+template <class V, class Add>
+int64_t run_chains(int64_t rounds, V a, Add add) {
+#ifdef __AVX2__
+#define PHLOEM_ANYWHERE "v"
+#else
+#define PHLOEM_ANYWHERE "m"
+#endif
+  constexpr int kChains = 12;
+  V sums[kChains] = {};
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < kChains; ++j) {
+      asm volatile("" : "+" PHLOEM_ANYWHERE(a));  // else the compiler sees that the product never changes
+      sums[j] = add(sums[j], a);
+    }
+  }
+  for (int j = 0; j < kChains; ++j) asm volatile("" : : PHLOEM_ANYWHERE(sums[j]));
+  return rounds * kChains;
+}
+
 }  // namespace
 
 int64_t count_peak(int64_t rounds) {
-  constexpr int kChains = 12;
 #if defined(__AVX512VNNI__)
-  __m512i sums[kChains] = {};
-  __m512i a = splat_bytes(3);
   const __m512i b = splat_bytes(1);
-  for (int64_t i = 0; i < rounds; ++i) {
-#pragma GCC unroll 12
-    for (int j = 0; j < kChains; ++j) {
-      asm volatile("" : "+v"(a));  // else the compiler sees that the product never changes
-      sums[j] = _mm512_dpbusd_epi32(sums[j], a, b);
-    }
-  }
-  for (int j = 0; j < kChains; ++j) asm volatile("" : : "v"(sums[j]));
-  return rounds * kChains * 64 * 2;
+  return 2 * 64 *
+         run_chains(rounds, splat_bytes(3), [b](__m512i sum, __m512i a) { return _mm512_dpbusd_epi32(sum, a, b); });
 #elif defined(__AVX2__)
-  __m256i sums[kChains] = {};
-  __m256i a = _mm256_set1_epi8(3);
   const __m256i b = _mm256_set1_epi8(1);
-  for (int64_t i = 0; i < rounds; ++i) {
-#pragma GCC unroll 12
-    for (int j = 0; j < kChains; ++j) {
-      asm volatile("" : "+v"(a));  // else the compiler sees that the product never changes
-      sums[j] = in_register(_mm256_add_epi16(sums[j], _mm256_maddubs_epi16(a, b)));
-    }
-  }
-  for (int j = 0; j < kChains; ++j) asm volatile("" : : "x"(sums[j]));
-  return rounds * kChains * 32 * 2;
+  return 2 * 32 *
+         run_chains(rounds, _mm256_set1_epi8(3), [b](__m256i sum, __m256i a) { return add_products(sum, a, b); });
 #else
-  I8 sums[kChains] = {};
-  I8 a = splat_int(3);
-  for (int64_t i = 0; i < rounds; ++i) {
-    for (int j = 0; j < kChains; ++j) {
-      asm volatile("" : "+m"(a));
-      sums[j] += a * splat_int(5);
-    }
-  }
-  for (int j = 0; j < kChains; ++j) asm volatile("" : : "m"(sums[j]));
-  return rounds * kChains * 8 * 2;
+  return 2 * 8 * run_chains(rounds, splat_int(3), [](I8 sum, I8 a) { return sum + a * splat_int(5); });
 #endif
 }
 
