@@ -10,9 +10,9 @@ import argparse
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -33,14 +33,11 @@ from phloem.bench.text import TextModel
 from phloem.bench.workloads import WORKLOADS, Sizes, make_workload
 from phloem.config import EngineConfig
 from phloem.engine.async_engine import AsyncEngine
-from phloem.engine.loading import load_parts
+from phloem.engine.loading import EngineParts, load_parts
 from phloem.errors import PhloemError
 from phloem.kv.manager import KVCacheManager
 from phloem.models.find_model import find_model
-from phloem.types import Request, SamplingParams
-
-POLL_S = 0.02
-"""Distance of samples of the K/V memory in use; the engine renews the figure once a step."""
+from phloem.types import Request, SamplingParams, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,34 @@ FORMS: Mapping[str, Sizes] = {
     "quick": Sizes(turns=5, system_tokens=300, user_tokens=32, output_tokens=16),
     "long": Sizes(turns=5, system_tokens=1500, user_tokens=100, output_tokens=32),
 }
+
+
+class WatchedRunner:
+    """A runner that notes, at each step, the K/V bytes that running requests hold: exact, however short the run."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._runner = parts.runner
+        self._manager = parts.scheduler.manager
+        self._page_bytes = int(str(parts.description["kv_bytes_per_token"])) * self._manager.page_size
+        self._began = time.monotonic()
+        self.samples: list[tuple[float, int]] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    def step(self, plan: StepPlan) -> StepResult:
+        held = self._manager.stats().num_pages_protected * self._page_bytes
+        self.samples.append((time.monotonic() - self._began, held))
+        return self._runner.step(plan)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def restart(self) -> None:
+        """Forget the samples; times count from now. Call it between requests."""
+        self._began = time.monotonic()
+        self.samples = []
 
 
 class EngineTarget:
@@ -159,17 +184,17 @@ async def _measure(column: Column, agents: int, arguments: argparse.Namespace) -
         max_total_tokens=arguments.max_total_tokens or _ample_pool(sizes),
         max_running_requests=arguments.max_running_requests,
     )
-    engine = AsyncEngine(load_parts(config, make_manager=column.make_manager))
+    parts = load_parts(config, make_manager=column.make_manager)
+    watched = WatchedRunner(parts)
+    engine = AsyncEngine(replace(parts, runner=watched))
     try:
         target = EngineTarget(engine)
         warm_up = Job(({"role": "user", "content": TextModel("warm-up").prose(100)},), max_tokens=4)
         await target.send(Exchange(warm_up, Record("warm-up", 0)))
         await engine.flush_cache()
         before = engine.stats()
-        with (
-            progress_bar(f"{column.label}, {agents} at once", workload.num_jobs) as advance,
-            _kv_memory(engine) as memory,
-        ):
+        watched.restart()
+        with progress_bar(f"{column.label}, {agents} at once", workload.num_jobs) as advance:
             run = await drive(workload, target.send, on_done=lambda _record: advance())
         after = engine.stats()
         await fill_ideal(run.exchanges, ModelEncoder(engine.tokenizer))
@@ -181,11 +206,11 @@ async def _measure(column: Column, agents: int, arguments: argparse.Namespace) -
         label=column.label,
         target={"engine": engine.describe(), "counters": metrics.risen(before, after)},
         load={"concurrency": agents, "fixed_output": True},
-        memory=memory,
+        memory=watched.samples,
     )
     return value | {
         "memory_of": "K/V memory that running requests hold",
-        "peak_kv_bytes": max((size for _, size in memory), default=0),
+        "peak_kv_bytes": max(size for _, size in watched.samples),
         "answers": _digest(run),
     }
 
@@ -194,27 +219,6 @@ def _ample_pool(sizes: Sizes) -> int:
     """Tokens that hold all that the workload ever computes, nothing shared, at least one long context."""
     per_turn = sizes.user_tokens + sizes.output_tokens + 16
     return max(16384, int(1.3 * sizes.agents * (sizes.system_tokens + sizes.turns * per_turn)))
-
-
-@contextmanager
-def _kv_memory(engine: AsyncEngine) -> Iterator[list[tuple[float, int]]]:
-    """Samples the K/V bytes that running requests hold while it is entered: (seconds, bytes)."""
-    samples: list[tuple[float, int]] = []
-    facts = engine.describe()
-    page_bytes = int(str(facts["kv_bytes_per_token"])) * int(str(facts["page_size"]))
-
-    async def watch() -> None:
-        began = time.monotonic()
-        while True:
-            held = engine.stats()["kv_num_pages_protected"]
-            samples.append((time.monotonic() - began, int(held) * page_bytes))
-            await asyncio.sleep(POLL_S)
-
-    task = asyncio.get_running_loop().create_task(watch())
-    try:
-        yield samples
-    finally:
-        task.cancel()
 
 
 def _digest(run: Run) -> str:
