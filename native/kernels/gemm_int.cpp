@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kQ4Bytes = kGroup * kPanel / 2;
 constexpr int kQ8Bytes = kGroup * kPanel;
+constexpr size_t kCloseBytes = 4096;
 constexpr int kParts = kPanel / kWideLanes;  // registers that hold a panel's columns
 
 PHLOEM_INLINE void finish(const GemmArgs& args, int row, int panel, int part, FW y) {
@@ -53,11 +54,18 @@ PHLOEM_INLINE int32_t four_bytes(const int8_t* q) {
   return raw;
 }
 
-// Asks for a block that is `ahead` bytes further on.
+// Asks for a block that is `ahead` bytes further on: into the first cache when it is close, else into the second,
+// which can wait for more lines at once.
 template <WeightFormat kFormat>
 PHLOEM_INLINE void prefetch_block(const uint8_t* block, size_t ahead) {
 #pragma GCC unroll 16
-  for (size_t at = 0; at < kBlockBytes<kFormat>; at += 64) __builtin_prefetch(block + ahead + at);
+  for (size_t at = 0; at < kBlockBytes<kFormat>; at += 64) {
+    if (ahead <= kCloseBytes) {
+      __builtin_prefetch(block + ahead + at);
+    } else {
+      __builtin_prefetch(block + ahead + at, 0, 2);
+    }
+  }
 }
 
 #endif
@@ -243,7 +251,7 @@ void tile(const GemmArgs& args, int row, int panel, size_t ahead) {
 // follow, more for the panel that follows.
 size_t prefetch_distance(const GemmArgs& args) {
   const int rows = args.row_end - args.row_begin;
-  return rows <= 2 ? 4096 : rows <= 32 ? args.w->panel_bytes : 0;
+  return rows <= 2 ? kCloseBytes : rows <= 32 ? args.w->panel_bytes : 0;
 }
 
 template <WeightFormat kFormat>
