@@ -9,7 +9,7 @@ namespace phloem {
 namespace {
 
 constexpr size_t kActBlockBytes = 160 << 10;  // activations that stay in a core's L2 beside a weight panel
-constexpr int kChunksPerThread = 6;           // so that the last chunks even out
+constexpr int kChunksPerThread = 3;           // so that the last chunks even out; each begins with a wait for memory
 constexpr int kLocalRows = 4;                 // up to here every thread normalises all rows for itself
 
 int padded(int n, int to) { return (n + to - 1) / to * to; }
