@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kMostBlockRows = 64;  // beyond, sharing a tile saves little and the states leave the cache
 constexpr int kLeastBlockRows = 8;
-constexpr int kMostSplitRows = 16;  // states of split blocks are kept per super
+constexpr int kMostPartRows = 16;   // the states of blocks in parts are kept per super
 constexpr int kUnitsPerThread = 6;  // enough for the last units to even out
 
 // Leading tiles that both sequences see in full and that have equal slots.
@@ -44,15 +44,26 @@ void cut_blocks(const StepRows& rows, int most_rows, AttentionPlan& plan) {
     const int last = rows.seq_row_start[end];
     for (int row = rows.seq_row_start[s]; row < last; row += most_rows) {
       const int row_end = std::min(row + most_rows, last);
-      plan.blocks.push_back({row, row_end, s, end, supers_of(rows, row, row_end), false, 0});
+      plan.blocks.push_back({row, row_end, s, end, supers_of(rows, row, row_end), 1, 0});
     }
     s = end;
   }
 }
 
+// Reorders units that follow each other so that threads that take turns each have a run of them: what a thread fetches
+// ahead at the end of a unit is then what it needs next.
+void deal(size_t num_threads, std::vector<AttentionUnit>& units, size_t begin, size_t end) {
+  const std::vector<AttentionUnit> in_order(units.begin() + begin, units.begin() + end);
+  const size_t share = (in_order.size() + num_threads - 1) / num_threads;
+  for (size_t i = 0; i < share; ++i)
+    for (size_t from = i; from < in_order.size(); from += share) units[begin++] = in_order[from];
+}
+
 void cut_units(const AttentionShape& shape, AttentionPlan& plan) {
   const int group = shape.num_heads / shape.num_kv_heads;
-  const bool few = static_cast<int>(plan.blocks.size()) * shape.num_kv_heads < kUnitsPerThread * shape.num_threads;
+  const int wanted = kUnitsPerThread * shape.num_threads;
+  const int uncut = static_cast<int>(plan.blocks.size()) * shape.num_kv_heads;
+  const int parts = shape.num_threads > 1 && uncut < wanted ? (wanted + uncut - 1) / uncut : 1;
   plan.units.clear();
   plan.state_floats = 0;
   plan.most_query_rows = 0;
@@ -60,16 +71,16 @@ void cut_units(const AttentionShape& shape, AttentionPlan& plan) {
     AttentionBlock& block = plan.blocks[b];
     const int num_rows = block.row_end - block.row_begin;
     plan.most_query_rows = std::max(plan.most_query_rows, num_rows * group);
-    block.split = few && shape.num_threads > 1 && block.supers > 1 && num_rows <= kMostSplitRows;
-    if (block.split) {
+    block.parts = num_rows <= kMostPartRows ? std::min(parts, block.supers) : 1;
+    if (block.parts > 1) {
       block.state_offset = plan.state_floats;
       plan.state_floats += static_cast<int64_t>(shape.num_kv_heads) * block.supers * num_rows * group *
                            static_cast<int64_t>(attend_state_floats(shape.head_dim));
     }
-    const int step = block.split ? 1 : block.supers;
     for (int head = 0; head < shape.num_kv_heads; ++head)
-      for (int super = 0; super < block.supers; super += step)
-        plan.units.push_back({static_cast<int>(b), head, super, super + step});
+      for (int part = 0; part < block.parts; ++part)
+        plan.units.push_back(
+            {static_cast<int>(b), head, part * block.supers / block.parts, (part + 1) * block.supers / block.parts});
   }
   const auto cost = [&plan](const AttentionUnit& unit) {
     const AttentionBlock& block = plan.blocks[unit.block];
@@ -77,6 +88,11 @@ void cut_units(const AttentionShape& shape, AttentionPlan& plan) {
   };
   std::stable_sort(plan.units.begin(), plan.units.end(),
                    [&cost](const AttentionUnit& a, const AttentionUnit& b) { return cost(a) > cost(b); });
+  for (size_t begin = 0, end; begin < plan.units.size(); begin = end) {
+    end = begin + 1;
+    while (end < plan.units.size() && cost(plan.units[end]) == cost(plan.units[begin])) ++end;
+    deal(shape.num_threads, plan.units, begin, end);
+  }
 }
 
 }  // namespace

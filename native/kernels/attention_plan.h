@@ -20,8 +20,8 @@ struct StepRows {
 struct AttentionBlock {
   int row_begin, row_end, seq_begin, seq_end;
   int supers;            // of its longest row
-  bool split;            // one unit per super, states folded by the last to finish
-  int64_t state_offset;  // floats, for split blocks: [kv_heads, supers, query rows, state]
+  int parts;             // units per K/V head; states of more than one are folded by the last to finish
+  int64_t state_offset;  // floats, of a block in parts: [kv_heads, supers, query rows, state]
 };
 
 struct AttentionUnit {

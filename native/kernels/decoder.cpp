@@ -106,6 +106,7 @@ void Decoder::step(const StepRows& rows, const int32_t* logit_rows, int num_logi
   attend_scratch_stride_ = attend_scratch_floats(config_.head_dim, plan_.most_query_rows);
   attend_scratch_.reserve(attend_scratch_stride_ * pool_.size());
   states_.reserve(plan_.state_floats);
+  places_.reserve(rows.num_seqs * rows.ld_table);
   const size_t counters = plan_.blocks.size() * config_.num_kv_heads;
   if (finished_.size() < counters) finished_ = std::vector<std::atomic<int>>(counters);
   pool_.run([=, this](Member& member) { forward(member, rows, logit_rows, num_logits, logits, ld_logits, hidden); });
@@ -116,6 +117,7 @@ void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit
   member.for_each(rows.num_rows, [&](int row) {
     kernels_.gather_row(embed_->view(), rows.token_ids[row], x_.data() + static_cast<size_t>(row) * ld_hidden_);
   });
+  member.for_each(rows.num_seqs, [&](int s) { find_places(rows, s); });
   for (int i = 0; i < config_.num_layers; ++i) {
     const DecoderLayer& layer = layers_[i];
     const KvView kv = kv_view(i);
@@ -133,6 +135,15 @@ void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit
   const Cut shares = cut(head_, ld_hidden_, num_logits, head_.weight->view().panels(), 1);
   member.for_each(shares.units(),
                   [&](int unit) { product(head_, input.get(), shares, unit, num_logits, logits, ld_logits, false); });
+}
+
+// Once for all layers and heads.
+void Decoder::find_places(const StepRows& rows, int seq) {
+  const KvView kv = kv_view(0);
+  const int32_t* slots = rows.slot_table + rows.seq_table_row[seq] * rows.ld_table;
+  uint32_t* places = places_.data() + seq * rows.ld_table;
+  const int length = rows.positions[rows.seq_row_start[seq + 1] - 1] + 1;
+  for (int i = 0; i < length; ++i) places[i] = static_cast<uint32_t>(kv.vector_index(slots[i]));
 }
 
 // Queries, keys and values of all rows; rotates each head as soon as it is there and writes K/V to the cache. All rows
@@ -166,7 +177,7 @@ void Decoder::project(Member& member, const DecoderLayer& layer, const KvView& k
         float* x = outs[part] + static_cast<size_t>(row) * ld_outs[part] + head * d;
         if (part == 0) rotate(x, layer.q_norm, rows.positions[row], factor, member.index());
         if (part == 1) rotate(x, layer.k_norm, rows.positions[row], 1.0f, member.index());
-        if (part > 0) kernels_.write_kv(kv, part == 2, head, slot, x);
+        if (part > 0) kernels_.write_kv(kv.from_head(head), part == 2, slot, x);
       }
     }
   });
@@ -206,10 +217,10 @@ bool Decoder::attend_unit(const AttentionUnit& unit, const KvView& kv, const Ste
   const int64_t query_rows = static_cast<int64_t>(block.row_end - block.row_begin) * group;
   const int64_t super_stride = query_rows * static_cast<int64_t>(attend_state_floats(config_.head_dim));
   float* states =
-      block.split ? states_.data() + block.state_offset + unit.kv_head * block.supers * super_stride : nullptr;
+      block.parts > 1 ? states_.data() + block.state_offset + unit.kv_head * block.supers * super_stride : nullptr;
   float* scratch = attend_scratch_.data() + attend_scratch_stride_ * thread;
   AttendArgs args{};
-  args.kv = kv;
+  args.kv = kv.from_head(unit.kv_head);
   args.q = q_.data();
   args.out = attn_.data();
   args.ld = ld_q_;
@@ -221,18 +232,17 @@ bool Decoder::attend_unit(const AttentionUnit& unit, const KvView& kv, const Ste
   args.seq_end = block.seq_end;
   args.positions = rows.positions;
   args.seq_row_start = rows.seq_row_start;
-  args.seq_table_row = rows.seq_table_row;
-  args.slot_table = rows.slot_table;
   args.shared_tiles = plan_.shared_tiles.data();
-  args.ld_table = rows.ld_table;
+  args.places = places_.data();
+  args.ld_places = rows.ld_table;
   args.super_begin = unit.super_begin;
   args.super_end = unit.super_end;
   args.states = states ? states + unit.super_begin * super_stride : nullptr;
   args.scratch = scratch;
   kernels_.attend(args);
-  if (!block.split) return true;
+  if (block.parts == 1) return true;
   std::atomic<int>& finished = finished_[static_cast<size_t>(unit.block) * config_.num_kv_heads + unit.kv_head];
-  if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < block.supers) return false;
+  if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < block.parts) return false;
   finished.store(0, std::memory_order_relaxed);
   kernels_.fold({states, super_stride, block.supers, static_cast<int>(query_rows), group, block.row_begin, unit.kv_head,
                  config_.head_dim, rows.positions, attn_.data(), ld_q_, scratch});

@@ -89,6 +89,7 @@ class Decoder {
 
   // True when the unit was the last of its block and head, so that their output is there.
   bool attend_unit(const AttentionUnit& unit, const KvView& kv, const StepRows& rows, int thread);
+  void find_places(const StepRows& rows, int seq);
   void rotate(float* head, const std::vector<float>& norm, int position, float factor, int thread);
   void quantize_columns(const ActView& a, int row, int begin, int end);
 
@@ -114,9 +115,10 @@ class Decoder {
   ZeroedMemory kv_, kv_scales_;
 
   int ld_hidden_, ld_q_, ld_kv_, ld_inter_, ld_most_;
+  Workspace<uint32_t> places_;  // AttendArgs::places
   Workspace<float> x_, act_, q_, k_, v_, attn_, gate_, up_, states_, attend_scratch_, temp_, local_;
   QuantisedRows act_quantised_, quantised_, local_quantised_;
-  std::vector<std::atomic<int>> finished_;  // supers done, per split block and head
+  std::vector<std::atomic<int>> finished_;  // parts done, per block and head
   AttentionPlan plan_;
   size_t attend_scratch_stride_ = 0;
 

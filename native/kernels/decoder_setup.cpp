@@ -47,6 +47,7 @@ Decoder::Decoder(const DecoderConfig& config, const KernelTable& kernels)
   ld_most_ = std::max({ld_hidden_, ld_q_, ld_inter_, padded(config.head_dim, kGroup)});
   const size_t segments = (static_cast<size_t>(config.num_slots) + kSegment - 1) / kSegment;
   const size_t vectors = segments * 2 * config.num_layers * config.num_kv_heads * kSegment;
+  require(vectors <= UINT32_MAX, "num_slots is too large: at most 2^32 K/V vectors can be counted");
   kv_ = ZeroedMemory(vectors * config.head_dim * element_bytes(config.kv_format));
   if (config.kv_format == KvFormat::i8) kv_scales_ = ZeroedMemory(vectors * sizeof(float));
 }

@@ -72,25 +72,40 @@ struct KvView {
   int64_t segment_vectors;  // of a whole segment
   int num_kv_heads, head_dim;
 
-  int64_t vector_index(int head, int32_t slot) const {
-    return (slot >> kSegmentBits) * segment_vectors + head * kSegment + (slot & (kSegment - 1));
+  // Of a slot's vector in the first head.
+  int64_t vector_index(int32_t slot) const {
+    return (slot >> kSegmentBits) * segment_vectors + (slot & (kSegment - 1));
+  }
+
+  // With `head` as its first.
+  KvView from_head(int head) const {
+    KvView view = *this;
+    const int64_t vectors = static_cast<int64_t>(head) * kSegment;
+    const int64_t bytes = vectors * head_dim * (format == KvFormat::f16 ? 2 : format == KvFormat::f32 ? 4 : 1);
+    view.k += bytes;
+    view.v += bytes;
+    if (format == KvFormat::i8) {
+      view.k_scale += vectors;
+      view.v_scale += vectors;
+    }
+    return view;
   }
 };
 
 // Rows of one or more neighbouring sequences that attend together. `shared_tiles[s]` counts the leading full tiles
 // that sequence s has in common with sequence s - 1.
 struct AttendArgs {
-  KvView kv;
+  KvView kv;       // from the head on that is attended
   const float* q;  // [rows, ld], rotated and scaled by d^-1/2
   float* out;      // [rows, ld], heads * d columns
   int64_t ld;
   int num_heads, kv_head;
   int row_begin, row_end, seq_begin, seq_end;
-  const int32_t *positions, *seq_row_start, *seq_table_row, *slot_table;
-  const int32_t* shared_tiles;
-  int64_t ld_table;
+  const int32_t *positions, *seq_row_start, *shared_tiles;
+  const uint32_t* places;  // [seqs, ld_places]: vector_index of each position's slot
+  int64_t ld_places;
   int super_begin, super_end;
-  float* states;   // partial: the super's states of all query rows (attend_state_floats each); else null
+  float* states;   // partial: each super's states of all query rows (attend_state_floats each); else null
   float* scratch;  // attend_scratch_floats
 };
 
@@ -123,8 +138,8 @@ struct KernelTable {
   void (*gate)(Activation kind, float* gate, const float* up, int padded);
   // In place; half-split pairs; then every value times `factor`.
   void (*rope)(float* x, const float* cos, const float* sin, int head_dim, float factor);
-  // Stores one rotated key (or one value) of head_dim floats.
-  void (*write_kv)(const KvView& kv, bool is_value, int head, int32_t slot, const float* x);
+  // Stores one rotated key (or one value) of head_dim floats in the first head of the view.
+  void (*write_kv)(const KvView& kv, bool is_value, int32_t slot, const float* x);
   void (*gather_row)(const MatrixView& w, int row, float* out);
   void (*attend)(const AttendArgs&);
   void (*fold)(const FoldArgs&);

@@ -144,9 +144,9 @@ PHLOEM_INLINE void write_vector(KvFormat format, uint8_t* base, float* scales, i
 
 }  // namespace
 
-void write_kv(const KvView& kv, bool is_value, int head, int32_t slot, const float* x) {
-  const int64_t index = kv.vector_index(head, slot);
-  write_vector(kv.format, is_value ? kv.v : kv.k, is_value ? kv.v_scale : kv.k_scale, index, kv.head_dim, x);
+void write_kv(const KvView& kv, bool is_value, int32_t slot, const float* x) {
+  write_vector(kv.format, is_value ? kv.v : kv.k, is_value ? kv.v_scale : kv.k_scale, kv.vector_index(slot),
+               kv.head_dim, x);
 }
 
 namespace {
