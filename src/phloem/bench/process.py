@@ -107,15 +107,17 @@ def phloem_server(arguments: Sequence[str], *, log: Path) -> ServerProcess:
 
 
 class MemoryWatch:
-    """Samples the resident memory of a process and its children while it is entered: (seconds from entry, bytes)."""
+    """Samples the resident memory of a process and its children from entry to exit: (seconds from entry, bytes)."""
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
+        self._began_s = time.monotonic()
         self.samples: list[tuple[float, int]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._watch(time.monotonic()))
+        self._began_s = time.monotonic()
+        self._task = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,11 +125,16 @@ class MemoryWatch:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
+        self._sample()
 
-    async def _watch(self, began_s: float) -> None:
-        while self._pid is not None:
-            self.samples.append((time.monotonic() - began_s, resident_bytes(self._pid)))
+    async def _watch(self) -> None:
+        while True:
+            self._sample()
             await asyncio.sleep(SAMPLE_S)
+
+    def _sample(self) -> None:
+        if self._pid is not None:
+            self.samples.append((time.monotonic() - self._began_s, resident_bytes(self._pid)))
 
 
 def resident_bytes(pid: int) -> int:
