@@ -84,6 +84,9 @@ def test_generate_with_schema_and_regex(serve: Serve) -> None:
         ({"text": "a", "sampling_params": {"max_new_tokens": "7"}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"n": 1000}}, "sampling_params.n"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+        ({"text": "a", "rid": ["x"]}, "rid"),
     ],
 )
 def test_generate_names_what_is_wrong(serve: Serve, body: dict[str, Any], param: str) -> None:
@@ -108,6 +111,22 @@ def test_abort_by_rid_ends_the_request(serve: Serve) -> None:
     assert answers[0].status_code == 503
     assert "aborted" in answers[0].json()["error"]["message"]
     assert server.post("/abort", {}).status_code == 400
+
+
+def test_each_prompt_of_a_batch_has_its_rid_and_can_be_aborted_by_it(serve: Serve) -> None:
+    server = serve(FakeEngine.saying("x" * 10_000, delay_s=0.01, max_model_len=20_000))
+    body = {"text": ["a", "b"], "rid": ["first", "second"], "sampling_params": [{"max_new_tokens": 9000}] * 2}
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(server.post("/generate", body)))
+    thread.start()
+    while server.engine.num_live < 2:
+        time.sleep(0.01)
+    assert server.post("/generate", {"text": "a", "rid": "second"}).json()["error"]["param"] == "rid"
+    assert server.post("/abort", {"rid": "second"}).json() == {"success": True, "num_aborted": 1}
+    thread.join(5.0)
+    assert answers[0].status_code == 503
+    done = server.post("/generate", {**body, "sampling_params": {"max_new_tokens": 2}}).json()
+    assert [answer["meta_info"]["id"] for answer in done] == ["first", "second"]
 
 
 def test_health_version_models_and_flush(serve: Serve) -> None:

@@ -40,6 +40,9 @@ DEFAULT_MAX_NEW_TOKENS = 128
 HEALTH_TIMEOUT_S = 20.0
 
 
+Rid = Annotated[str, Field(min_length=1, max_length=128)]
+
+
 class NativeSampling(GenerationBody):
     """The `sampling_params` of a request."""
 
@@ -55,7 +58,7 @@ class GenerateBody(Body):
     text: Any = None
     input_ids: Any = None
     sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
-    rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    rid: Rid | Annotated[list[Rid], Field(max_length=MAX_PROMPTS)] | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     top_logprobs_num: int | None = None
@@ -154,12 +157,9 @@ async def prepare_generate(context: ServerContext, caller: Caller, body: Generat
     sampling = _sampling_of(body, len(prompts))
     num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
     encoded = await encode_prompts(context, prompts, param=name)
-    base = body.rid or uuid4().hex
-    if base in context.jobs:
-        raise InvalidRequestError(f"rid {base!r} is in use", param="rid")
+    job_id, request_ids = _ids_of(context, body.rid, 0 if is_single else len(prompts))
     requests, expanded, ids = [], [], []
-    for position, (prompt, fields) in enumerate(zip(encoded, sampling, strict=True)):
-        request_id = base if is_single else f"{base}-{position}"
+    for position, (prompt, fields, request_id) in enumerate(zip(encoded, sampling, request_ids, strict=True)):
         listed = f"[{position}]" if isinstance(body.sampling_params, list) else ""
         with client_names(_names(name, f"sampling_params{listed}", fields)):
             made = await _request(context, caller, body, prompt, fields, request_id, num_top)
@@ -170,7 +170,7 @@ async def prepare_generate(context: ServerContext, caller: Caller, body: Generat
         raise InvalidRequestError(
             f"n times the number of prompts may be at most {MAX_PROMPTS}", param="sampling_params.n"
         )
-    generation = Generation(context, base, requests, _names(name, "sampling_params", sampling[0]))
+    generation = Generation(context, job_id, requests, _names(name, "sampling_params", sampling[0]))
     is_batch = not is_single or len(expanded) > 1
     return GenerateJob(context.engine.tokenizer, generation, expanded, ids, is_batch, num_top, _first_scored(body))
 
@@ -195,6 +195,21 @@ def _names(prompt: str, sampling: str, fields: NativeSampling) -> dict[str, str]
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "top_logprobs_num",
     }
+
+
+def _ids_of(context: ServerContext, rid: str | list[str] | None, batch: int) -> tuple[str, list[str]]:
+    """Id of the job and of each prompt's request; `batch` is the number of prompts, 0 for one that is no batch."""
+    given = rid if isinstance(rid, list) else [rid] if rid else []
+    if isinstance(rid, list) and len(rid) != batch:
+        raise InvalidRequestError(f"rid has {len(rid)} entries for {batch or 'one'} prompts", param="rid")
+    live = {name for job, members in context.jobs.items() for name in (job, *members)}
+    for place, name in enumerate(given):
+        if name in live or name in given[:place]:
+            raise InvalidRequestError(f"rid {name!r} is in use", param="rid")
+    if isinstance(rid, list):
+        return uuid4().hex, rid
+    job_id = rid or uuid4().hex
+    return job_id, [f"{job_id}-{position}" for position in range(batch)] or [job_id]
 
 
 def _sampling_of(body: GenerateBody, count: int) -> list[NativeSampling]:
@@ -277,12 +292,13 @@ async def _stream(job: GenerateJob) -> AsyncGenerator[bytes, None]:
 
 
 async def abort(request: HttpRequest) -> Response:
-    """End a request by its id (that of its answer, or `rid`), or all of them."""
+    """End a request by its id (that of its answer, or its `rid`; a batch's `rid` ends all of it), or all of them."""
     context = context_of(request)
     body = await read_model(request, AbortBody, context.config.max_body_bytes)
     if not body.abort_all and not body.rid:
         raise InvalidRequestError("send rid, or abort_all: true", param="rid")
-    jobs = list(context.jobs.values()) if body.abort_all else [context.jobs.get(body.rid or "", ())]
+    rid = body.rid or ""
+    jobs = list(context.jobs.values()) if body.abort_all else [context.jobs.get(rid, (rid,))]
     ended = [await context.engine.abort(request_id) for job in jobs for request_id in job]
     return json_response({"success": True, "num_aborted": sum(ended)})
 
