@@ -14,8 +14,8 @@ struct QuantisedRows {
     outlier_at.reserve(count / kGroup);
   }
   // From value `at` on, which begins a group; `f` are the same rows as floats.
-  ActView view(float* f, int ld, size_t at = 0) const {
-    return {f, q.data() + at, groups.data() + at / kGroup, outlier_at.data() + at / kGroup, ld};
+  ActView view(float* f, int ld, int rows, size_t at = 0) const {
+    return {f, q.data() + at, groups.data() + at / kGroup, outlier_at.data() + at / kGroup, ld, rows};
   }
 
   Workspace<int8_t> q;

@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kActBlockBytes = 160 << 10;  // activations that stay in a core's L2 beside a weight panel
 constexpr int kChunksPerThread = 3;           // so that the last chunks even out; each begins with a wait for memory
+constexpr int kNormRows = 16;                 // normalised in one go: neighbours share cache lines
 constexpr int kLocalRows = 4;                 // up to here every thread normalises all rows for itself
 
 int padded(int n, int to) { return (n + to - 1) / to * to; }
@@ -35,7 +36,7 @@ class Decoder::NormedInput {
       return;
     }
     const size_t ld = decoder.ld_hidden_, at = static_cast<size_t>(member.index()) * kLocalRows * ld;
-    view_ = decoder.local_quantised_.view(decoder.local_.data() + at, decoder.ld_hidden_, at);
+    view_ = decoder.local_quantised_.view(decoder.local_.data() + at, decoder.ld_hidden_, num_rows, at);
   }
 
   // Only inside a unit: until its phase ends nobody changes x_.
@@ -123,9 +124,9 @@ void Decoder::forward(Member& member, const StepRows& rows, const int32_t* logit
     const KvView kv = kv_view(i);
     project(member, layer, kv, rows);
     attention(member, layer, kv, rows);
-    add_product(member, layer.o, quantised_.view(attn_.data(), ld_q_), rows.num_rows);
+    add_product(member, layer.o, quantised_.view(attn_.data(), ld_q_, rows.num_rows), rows.num_rows);
     gated(member, layer, rows.num_rows);
-    add_product(member, layer.down, quantised_.view(gate_.data(), ld_inter_), rows.num_rows);
+    add_product(member, layer.down, quantised_.view(gate_.data(), ld_inter_, rows.num_rows), rows.num_rows);
   }
   member.for_each(hidden.count, [&](int i) {
     kernels_.rms_norm(x_.data() + static_cast<size_t>(hidden.rows[i]) * ld_hidden_, final_norm_.data(),
@@ -200,7 +201,7 @@ void Decoder::attention(Member& member, const DecoderLayer& layer, const KvView&
   const int columns = config_.num_heads / config_.num_kv_heads * config_.head_dim;
   const bool quantise = layer.o.weight->view().is_quantised();
   const bool by_head = quantise && columns % kGroup == 0;  // else a group of values straddles K/V heads
-  const ActView a = quantised_.view(attn_.data(), ld_q_);
+  const ActView a = quantised_.view(attn_.data(), ld_q_, rows.num_rows);
   member.for_each(static_cast<int>(plan_.units.size()), [&](int i) {
     const AttentionUnit& unit = plan_.units[i];
     if (!attend_unit(unit, kv, rows, member.index()) || !by_head) return;
@@ -255,7 +256,7 @@ void Decoder::gated(Member& member, const DecoderLayer& layer, int num_rows) {
   const int panels = layer.gate.weight->view().panels();
   const Cut share = cut(layer.gate, ld_hidden_, num_rows, panels, kGroup / kPanel);
   const bool quantise = layer.down.weight->view().is_quantised();
-  const ActView out = quantised_.view(gate_.data(), ld_inter_);
+  const ActView out = quantised_.view(gate_.data(), ld_inter_, num_rows);
   member.for_each(share.units(), [&](int unit) {
     product(layer.gate, input.get(), share, unit, num_rows, gate_.data(), ld_inter_, false);
     product(layer.up, input.get(), share, unit, num_rows, up_.data(), ld_inter_, false);
@@ -280,9 +281,11 @@ void Decoder::quantize_columns(const ActView& a, int row, int begin, int end) {
 }
 
 ActView Decoder::normed_rows(Member& member, const int32_t* picked, int num_rows, const std::vector<float>& weight) {
-  const ActView a = act_quantised_.view(act_.data(), ld_hidden_);
-  member.for_each(num_rows, [&](int row) {
-    norm_row(x_.data() + static_cast<size_t>(picked ? picked[row] : row) * ld_hidden_, weight, a, row);
+  const ActView a = act_quantised_.view(act_.data(), ld_hidden_, num_rows);
+  member.for_each((num_rows + kNormRows - 1) / kNormRows, [&](int unit) {
+    const int end = std::min((unit + 1) * kNormRows, num_rows);
+    for (int row = unit * kNormRows; row < end; ++row)
+      norm_row(x_.data() + static_cast<size_t>(picked ? picked[row] : row) * ld_hidden_, weight, a, row);
   });
   return a;
 }

@@ -369,29 +369,26 @@ PHLOEM_INLINE uint64_t up_to_eight_bytes(const uint8_t* p, int count) {
   return bytes;
 }
 
-// Goes through the groups in ascending order and, since a column tends to stand out in many rows, in each through all
-// rows. Most groups have none.
+// Goes through the groups in ascending order and in each through all rows, since a column tends to stand out in many.
+// Most groups have none.
 template <WeightFormat kFormat>
 void find_and_add_outliers(const GemmArgs& args) {
   constexpr int kMost = 256;
   Outlier found[kMost];
   int count = 0;
   const int groups = args.a.ld / kGroup;
-  for (int first = 0; first < groups; first += 8) {
-    const int width = min_of(8, groups - first);
-    uint64_t any = 0;
-    for (int row = args.row_begin; row < args.row_end; ++row)
-      any |= up_to_eight_bytes(args.a.outlier_at + static_cast<int64_t>(row) * groups + first, width);
-    for (int group = first; any; ++group, any >>= 8) {
-      if ((any & 255) == 0) continue;
-      for (int row = args.row_begin; row < args.row_end; ++row) {
-        const int64_t i = static_cast<int64_t>(row) * groups + group;
-        if (args.a.outlier_at[i] == 0) continue;
+  for (int group = 0; group < groups; ++group) {
+    const uint8_t* places = args.a.outlier_at + static_cast<int64_t>(group) * args.a.rows;
+    for (int first = args.row_begin; first < args.row_end; first += 8) {
+      uint64_t eight = up_to_eight_bytes(places + first, min_of(8, args.row_end - first));
+      for (int row = first; eight; ++row, eight >>= 8) {
+        if ((eight & 255) == 0) continue;
         if (count == kMost) {
           add_outliers<kFormat>(args, found, count);
           count = 0;
         }
-        found[count++] = {row, group, args.a.outlier_at[i] - 1, args.a.groups[i].outlier};
+        const float value = args.a.groups[static_cast<int64_t>(row) * groups + group].outlier;
+        found[count++] = {row, group, static_cast<int>(eight & 255) - 1, value};
       }
     }
   }

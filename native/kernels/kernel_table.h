@@ -42,11 +42,13 @@ struct ActGroup {
 
 // Rows of activations: float, or int8 with what belongs to it, or both.
 struct ActView {
-  float* f;             // [rows, ld]
-  int8_t* q;            // [rows, ld]
-  ActGroup* groups;     // [rows, ld / kGroup]
-  uint8_t* outlier_at;  // [rows, ld / kGroup]: place in the group plus one, 0 for none
-  int ld;
+  float* f;          // [rows, ld]
+  int8_t* q;         // [rows, ld]
+  ActGroup* groups;  // [rows, ld / kGroup]
+  // [ld / kGroup, rows]: place in the group plus one, 0 for none. Products look for them group by group; and threads
+  // that quantise neighbouring columns do not write to the same cache line.
+  uint8_t* outlier_at;
+  int ld, rows;
 };
 
 struct GemmArgs {

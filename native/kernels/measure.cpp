@@ -20,7 +20,7 @@ struct Product {
     const size_t count = static_cast<size_t>(rows) * ld;
     ld_out = static_cast<int64_t>(w.panels()) * kPanel;
     quantised.reserve(count);
-    a = quantised.view(f.reserve(count), ld);
+    a = quantised.view(f.reserve(count), ld, rows);
     y.reserve(static_cast<size_t>(rows) * ld_out);
   }
 

@@ -53,18 +53,19 @@ void quantize_row(const ActView& a, int row, int begin, int count) {
   const size_t at = static_cast<size_t>(row) * a.ld + begin;
   const float* x = a.f + at;
   int8_t* q = a.q + at;
-  for (size_t g = at / kGroup; g < (at + count) / kGroup; ++g, x += kGroup, q += kGroup) {
+  uint8_t* outlier_at = a.outlier_at + static_cast<size_t>(begin / kGroup) * a.rows + row;
+  for (size_t g = at / kGroup; g < (at + count) / kGroup; ++g, x += kGroup, q += kGroup, outlier_at += a.rows) {
     F8 v[4];
     for (int j = 0; j < 4; ++j) v[j] = load(x + 8 * j);
     const Extremes found = extremes(v);
     float amax = found.largest;
-    a.outlier_at[g] = 0;
+    *outlier_at = 0;
     float outlier = 0.0f;
     if (found.largest > kOutlierRatio * found.second && found.largest > 1e-30f) {
       int place = 0;
       while (place < kGroup - 1 && __builtin_fabsf(x[place]) != found.largest) ++place;
       v[place / 8][place % 8] = 0.0f;
-      a.outlier_at[g] = static_cast<uint8_t>(place + 1);
+      *outlier_at = static_cast<uint8_t>(place + 1);
       outlier = x[place];
       amax = found.second;
     }
