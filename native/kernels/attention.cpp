@@ -62,7 +62,11 @@ PHLOEM_INLINE void direct_scores(const AttendArgs& args, const Tile& tile, int f
   const int d = args.kv.head_dim;
   const uint16_t *from[16], *next[16];
   find_16_keys<kAll>(args, tile, first, from);
-  find_16_keys<true>(args, tile, first + 16 <= tile.num_next ? kTile + first : 0, next);
+  if (first + 16 <= tile.num_next) {
+    find_16_keys<true>(args, tile, kTile + first, next);
+  } else {
+    std::memcpy(next, from, sizeof next);
+  }
   FW sums[kRows][kKeyParts];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)

@@ -8,6 +8,10 @@
 #include <new>
 #include <utility>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace phloem {
 
 // Pages are taken from the system when they are first touched, so a KV cache costs what is used of it.
@@ -43,20 +47,38 @@ class ZeroedMemory {
   size_t bytes_ = 0;
 };
 
-// Growing array of plain values. Growing discards the contents and zeroes them; it never shrinks.
+// Growing array of plain values. Growing discards the contents and zeroes them; it never shrinks. The address sanitizer
+// knows how many values were asked for last.
 template <class T>
 class Workspace {
  public:
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() { show_all(); }
+
   T* reserve(size_t count) {
+    show_all();
     if (count * sizeof(T) > memory_.size()) {
       memory_ = ZeroedMemory();
       memory_ = ZeroedMemory(count * sizeof(T));
     }
+    hide_from(count * sizeof(T));
     return data();
   }
   T* data() const { return reinterpret_cast<T*>(memory_.data()); }
 
  private:
+#ifdef __SANITIZE_ADDRESS__
+  size_t mapped() const { return (memory_.size() + kPageBytes - 1) / kPageBytes * kPageBytes; }
+  void show_all() { ASAN_UNPOISON_MEMORY_REGION(memory_.data(), mapped()); }
+  void hide_from(size_t bytes) { ASAN_POISON_MEMORY_REGION(memory_.data() + bytes, mapped() - bytes); }
+#else
+  void show_all() {}
+  void hide_from(size_t) {}
+#endif
+
+  static constexpr size_t kPageBytes = 4096;
   ZeroedMemory memory_;
 };
 

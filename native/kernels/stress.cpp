@@ -141,8 +141,8 @@ bool check_model(const std::string& isa, const Sizes& s, WeightFormat format, Kv
   };
   std::mt19937 random(11);
   const auto subject = make(threads, true), oracle = make(1, false);
-  for (int shared : {0, 70, 300}) {
-    const Plan plan = batch(random, s.vocab, 3, shared, 20);
+  for (const auto& [shared, most_tail] : {std::pair{0, 5}, {0, 20}, {70, 20}, {300, 20}}) {
+    const Plan plan = batch(random, s.vocab, 3, shared, most_tail);
     const std::vector<float> a = run(*subject, plan), b = run_one_by_one(*oracle, plan);
     if (a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0) continue;
     std::printf("%s, weights %s: batch and single rows differ\n", isa.c_str(), weight_format_name(format));
