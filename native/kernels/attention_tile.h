@@ -200,8 +200,7 @@ PHLOEM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 PHLOEM_INLINE void prefetch_next(const AttendArgs& args, const Tile& tile) {
   const KvView& kv = args.kv;
-  const int element = kv.format == KvFormat::f16 ? 2 : kv.format == KvFormat::f32 ? 4 : 1;
-  const int64_t bytes = static_cast<int64_t>(kv.head_dim) * element;
+  const int64_t bytes = static_cast<int64_t>(kv.head_dim * element_bytes(kv.format));
   for (int key = 0; key < tile.num_next; ++key) {
     const int64_t at = tile.places[kTile + key] * bytes;
     for (int64_t i = 0; i < bytes; i += 64) {

@@ -77,9 +77,8 @@ void Decoder::reserve(int num_rows) {
 }
 
 KvView Decoder::kv_view(int layer) const {
-  const size_t element = config_.kv_format == KvFormat::f16 ? 2 : config_.kv_format == KvFormat::f32 ? 4 : 1;
   const size_t vectors = static_cast<size_t>(config_.num_kv_heads) * kSegment;  // of K, or V, of a layer and segment
-  const size_t part = vectors * config_.head_dim * element;
+  const size_t part = vectors * config_.head_dim * element_bytes(config_.kv_format);
   KvView kv{};
   kv.format = config_.kv_format;
   kv.k = kv_.data() + 2 * layer * part;

@@ -15,8 +15,6 @@ void require(bool holds, const std::string& message) {
   if (!holds) fail(message);
 }
 
-size_t element_bytes(KvFormat format) { return format == KvFormat::f16 ? 2 : format == KvFormat::f32 ? 4 : 1; }
-
 // "layers.7.attn_norm" -> (7, "attn_norm"); a name without a layer -> (-1, name).
 std::pair<int, std::string> split_name(const std::string& name) {
   const std::string prefix = "layers.";

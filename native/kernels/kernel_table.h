@@ -20,6 +20,10 @@ enum class WeightFormat : uint8_t { q4, q4m, q8, f16, bf16, f32 };  // q4m: 4 bi
 enum class KvFormat : uint8_t { f16, f32, i8 };
 enum class Activation : uint8_t { silu, gelu, gelu_tanh };
 
+constexpr size_t element_bytes(KvFormat format) {
+  return format == KvFormat::f16 ? 2 : format == KvFormat::f32 ? 4 : 1;
+}
+
 // A packed matrix [n, k]: panels of kPanel output columns (see packing.h for the bytes).
 struct MatrixView {
   WeightFormat format;
@@ -83,7 +87,7 @@ struct KvView {
   KvView from_head(int head) const {
     KvView view = *this;
     const int64_t vectors = static_cast<int64_t>(head) * kSegment;
-    const int64_t bytes = vectors * head_dim * (format == KvFormat::f16 ? 2 : format == KvFormat::f32 ? 4 : 1);
+    const size_t bytes = vectors * head_dim * element_bytes(format);
     view.k += bytes;
     view.v += bytes;
     if (format == KvFormat::i8) {
