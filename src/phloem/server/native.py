@@ -202,10 +202,11 @@ def _ids_of(context: ServerContext, rid: str | list[str] | None, batch: int) -> 
     given = rid if isinstance(rid, list) else [rid] if rid else []
     if isinstance(rid, list) and len(rid) != batch:
         raise InvalidRequestError(f"rid has {len(rid)} entries for {batch or 'one'} prompts", param="rid")
-    live = {name for job, members in context.jobs.items() for name in (job, *members)}
-    for place, name in enumerate(given):
-        if name in live or name in given[:place]:
+    taken = {name for job, members in context.jobs.items() for name in (job, *members)} if given else set()
+    for name in given:
+        if name in taken:
             raise InvalidRequestError(f"rid {name!r} is in use", param="rid")
+        taken.add(name)
     if isinstance(rid, list):
         return uuid4().hex, rid
     job_id = rid or uuid4().hex
